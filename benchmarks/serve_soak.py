@@ -53,7 +53,8 @@ from mlxspec.bench.prompts import bundled_prompts
 from mlxspec.engine.grammar import Vocabulary
 from mlxspec.generation.response import GenerationResult
 from mlxspec.models.model_files import DEMO_DIRECTORY
-from mlxspec.server.openai import parse_chat, parse_completion
+from mlxspec.server.body import parse
+from mlxspec.server.openai import ChatBody, CompletionBody
 from mlxspec.server.prompts import (
     chat_prompt,
     compiled_constraint,
@@ -577,10 +578,10 @@ def alone(decoder: mlxspec.Decoder, body: Body) -> tuple[tuple[Choice, ...], int
     """The choices of a request and their tokens, generated one after the other."""
     tokenizer, vocab_size = decoder.tokenizer, decoder.vocab_size
     if body.path == CHAT:
-        request: Any = parse_chat(body.content)
+        request: Any = parse(ChatBody, body.content)
         prompts: Any = [chat_prompt(request, tokenizer)]
     else:
-        request = parse_completion(body.content)
+        request = parse(CompletionBody, body.content)
         prompts = completion_prompts(request, tokenizer)
     grammar = None
     if is_constrained(request):

@@ -18,9 +18,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -84,10 +83,8 @@ def joined(responses: Iterable[GenerationResponse], verbose: bool) -> str:
         print(f"\n{'=' * 10}")
         if text:
             stats = response.stats
-            _show_figures(
-                response,
-                f"{stats.tokens_per_step:.2f} tokens per step, {stats.accepted} of {stats.drafted}",
-            )
+            accepted = f"{stats.accepted} of {stats.drafted}"
+            _show_figures(response, f"{stats.tokens_per_step:.2f} tokens per step, {accepted}")
         else:
             print("No text generated for this prompt")
     return text
@@ -246,9 +243,6 @@ def plainly(*args: Any, **options: Any) -> Generator[GenerationResponse, None, N
         yield GenerationResponse(**vars(response), stats=stats)
 
 
-_DECODING = ("sampler", "logits_processors", "prefill_step_size", "max_kv_size")
-
-
 def batch_generate(
     model: nn.Module,
     tokenizer: TokenizerWrapper | PreTrainedTokenizerBase,
@@ -299,28 +293,16 @@ def batch_generate(
             prompt, before the first one is answered.
         TypeError: an option does not exist.
     """
-    return prepared(**locals())()
-
-
-def prepared(
-    model: nn.Module,
-    tokenizer: TokenizerWrapper | PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    prompt_caches: Sequence[list[Any] | None] | None = None,
-    max_tokens: int | Sequence[int] = 128,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    prompt_progress_callback: Progress | None = None,
-    **options: Any,
-) -> Callable[[], BatchResponse]:
-    """Check the arguments of :func:`batch_generate`; returns the function that answers."""
     decoder = decoder_of(model, tokenizer)
-    budgets = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
-    caches = [None] * len(prompts) if prompt_caches is None else list(prompt_caches)
-    for name, given in (("max_tokens", budgets), ("prompt_caches", caches)):
-        if len(given) != len(prompts):
-            raise OptionError(f"{name} are {len(given)} for {len(prompts)} prompts: give one each")
-    bound, keeps = options.get("max_kv_size"), options.get("return_prompt_caches", False)
-    decoding = {name: options[name] for name in _DECODING if name in options}
+    budgets = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+    given = [None] * len(prompts) if prompt_caches is None else prompt_caches
+    for name, values in (("max_tokens", budgets), ("prompt_caches", given)):
+        if len(values) != len(prompts):
+            raise OptionError(f"{name} are {len(values)} for {len(prompts)} prompts: give one each")
+    caches = [copy.deepcopy(cache) for cache in given]
+    if return_prompt_caches:
+        caches = [cache or make_prompt_cache(model, max_kv_size) for cache in caches]
+    results = [GenerationResult(logprobs=[] if return_logprobs else None) for _ in prompts]
     lengths, done = list[int](), [0] * len(prompts)
 
     def report(index: int, tokens: int, total: int) -> None:
@@ -329,45 +311,45 @@ def prepared(
         if prompt_progress_callback:
             prompt_progress_callback(sum(done), sum(lengths))
 
-    held: list[list[Any] | None] = []
-    answers: dict[Request, GenerationResult] = {}
-    for index, (prompt, budget, cache) in enumerate(zip(prompts, budgets, caches, strict=True)):
-        fresh = make_prompt_cache(model, bound) if keeps else None
-        held.append(fresh if cache is None else copy.deepcopy(cache))
-        answer = GenerationResult(logprobs=[] if options.get("return_logprobs") else None)
-        own = {
+    requests = []
+    for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
+        options: GenerationOptions = {
+            "sampler": sampler,
+            "logits_processors": logits_processors,
+            "prefill_step_size": prefill_step_size,
+            "max_kv_size": max_kv_size,
             "chat_template_kwargs": chat_template_kwargs,
-            "prompt_cache": held[index],
+            "prompt_cache": caches[index],
             "on_progress": partial(report, index),
         }
-        every = cast(GenerationOptions, {**decoding, **own})
-        request = decoder.new_request(prompt, budget, every, receive=answer.add)
-        answers[request] = answer
+        request = decoder.new_request(prompt, budget, options, receive=results[index].add)
+        requests.append(request)
         lengths.append(len(request.prompt))
-    return partial(_at_once, decoder, answers, held, options)
+    stats = _run(decoder, requests, results, completion_batch_size, verbose)
+    logprobs = [[one.logprob for one in (r.logprobs or [])[: len(r.tokens)]] for r in results]
+    return BatchResponse(
+        texts=[decoder.tokenizer.decode(result.tokens) for result in results],
+        stats=stats,
+        caches=caches if return_prompt_caches else None,
+        token_ids=[one.tokens for one in results] if return_token_ids else None,
+        logprobs=logprobs if return_logprobs else None,
+    )
 
 
-def _at_once(
+def _run(
     decoder: AutoDecoder,
-    answers: Mapping[Request, GenerationResult],
-    caches: list[list[Any] | None],
-    options: Mapping[str, Any],
-) -> BatchResponse:
-    """Answer the prompts with speculation.
-
-    Args:
-        decoder: the model's decoder.
-        answers: the requests, each with the result that collects its responses.
-        caches: the prompts' caches, which the requests continue.
-        options: the other options of :func:`batch_generate`.
-    """
-    engine = Engine(decoder, max_active=options.get("completion_batch_size", 32), stall=math.inf)
-    engine.add(*answers)
+    requests: Sequence[Request],
+    results: Sequence[GenerationResult],
+    max_active: int,
+    verbose: bool,
+) -> BatchStats:
+    """Run the requests, which fill the results; returns the figures, printed if ``verbose``."""
+    engine = Engine(decoder, max_active=max_active, stall=math.inf)
     started = time.perf_counter()
+    engine.add(*requests)
     engine.run()
-    for error in (request.error for request in answers if request.error):
+    for error in (request.error for request in requests if request.error):
         raise error
-    results = list(answers.values())
     stats = BatchStats(
         prompt_tokens=sum(result.prompt_tokens for result in results),
         prompt_time=engine.prefill_seconds,
@@ -377,21 +359,14 @@ def _at_once(
         peak_memory=max((result.peak_memory for result in results), default=0.0),
     )
     stats.decode_time = stats.generation_time
-    if options.get("verbose"):
+    if verbose:
         accepted = sum(result.stats.accepted for result in results)
         drafted = sum(result.stats.drafted for result in results)
         _show_figures(stats, f"{accepted} of {drafted}", "[batch_generate] ")
     for result in results:  # mlx-lm does not return the token that ended an answer
         if result.tokens[-1] in decoder.tokenizer.eos_token_ids:
             result.tokens.pop()
-    logprobs = [[one.logprob for one in (r.logprobs or [])[: len(r.tokens)]] for r in results]
-    return BatchResponse(
-        texts=[decoder.tokenizer.decode(result.tokens) for result in results],
-        stats=stats,
-        caches=caches if options.get("return_prompt_caches") else None,
-        token_ids=[one.tokens for one in results] if options.get("return_token_ids") else None,
-        logprobs=logprobs if options.get("return_logprobs") else None,
-    )
+    return stats
 
 
 # --- augment ---
@@ -473,11 +448,10 @@ def _generate(
 
 @wraps(_mlx_lm.batch_generate)
 def _batch_generate(*args: Any, **options: Any) -> Any:
-    run: Callable[[], Any] = partial(generate_in_batch, *args, **options)
+    response = None
     with _warned_if_it_fails():
-        given = signature(batch_generate).bind(*args, **options)
-        run = prepared(**given.arguments)
-    return run()
+        response = batch_generate(*args, **options)
+    return response or generate_in_batch(*args, **options)
 
 
 @wraps(_its_load)
@@ -496,11 +470,7 @@ _STAND_INS = {
 
 @contextmanager
 def _warned_if_it_fails() -> Iterator[None]:
-    """Turn an error into a warning, once for each reason: mlx-lm then serves the call.
-
-    The block must end before the generation begins. A later error goes to the caller, whose own
-    processor may have raised it.
-    """
+    """Turn an error into a warning, once for each reason: mlx-lm then serves the call."""
     try:
         if mx.distributed.init().size() > 1:
             raise OptionError("the model is split over several machines: use mlxspec generate")

@@ -18,11 +18,10 @@ from mlx_lm.models import cache
 import mlxspec
 from mlxspec import files, save_prompt_cache
 from mlxspec.cli.common.output import ReportOptions
-from mlxspec.corpus.store import Store
+from mlxspec.corpus.store import Store, build_store
 from mlxspec.corpus.suffix_index import SEPARATOR
 from mlxspec.errors import FileError
 from mlxspec.files import replaced
-from tests.support.stores import add_to_store, build_store
 from tests.support.tokenizers import FIRST
 
 
@@ -30,8 +29,8 @@ def names(path: Path) -> set[str]:
     return {entry.name for entry in path.iterdir()}
 
 
-def extend(path: Path) -> None:
-    add_to_store(path, [[5] * 3000], FIRST)
+def replace_store(path: Path) -> None:
+    build_store(path, [[5] * 3000], FIRST, force=True)
 
 
 def fail_with(error: BaseException):
@@ -61,8 +60,7 @@ def test_whatever_interrupts_a_write_leaves_the_old_store(
     before = path.read_bytes()
     monkeypatch.setattr(files.os, function, fail_with(error))
     for write in (
-        extend,
-        lambda path: add_to_store(path, [[4, 4]], FIRST),
+        replace_store,
         lambda path: build_store(path, [[4, 4]], FIRST, force=True),
         lambda path: build_store(tmp_path / "new", [[4, 4]], FIRST),
     ):
@@ -80,7 +78,7 @@ def test_a_limit_on_file_size_is_one_line_and_leaves_the_old_store(tmp_path: Pat
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
     try:
         with pytest.raises(FileError, match=r"s: cannot be written \(File too large\)"):
-            extend(path)
+            replace_store(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
@@ -132,17 +130,17 @@ def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     path = tmp_path / "s"
     build_store(path, [[1, 2, 3]], FIRST)
     killing = (
-        "import os, sys; from tests.support.stores import add_to_store\n"
+        "import os, sys; from mlxspec.corpus.store import build_store\n"
         "from tests.support.tokenizers import FIRST\n"
         "os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
-        "add_to_store(sys.argv[1], [[4, 5]], FIRST)"
+        "build_store(sys.argv[1], [[4, 5]], FIRST, force=True)"
     )
     root = Path(mlxspec.__file__).parents[1]
     for _ in range(2):
         subprocess.run([sys.executable, "-c", killing, str(path)], cwd=root)
     assert names(tmp_path) == {"s", ".s.partial"}
     assert Store(path, FIRST).index.tokens.tolist() == [1, 2, 3, -1]
-    extend(path)
+    replace_store(path)
     assert names(tmp_path) == {"s"}
 
 
@@ -152,7 +150,7 @@ def test_a_writer_waits_for_another(tmp_path: Path):
     with ThreadPoolExecutor() as pool:
         with replaced(path) as file:
             file.write(path.read_bytes())
-            second = pool.submit(extend, path)
+            second = pool.submit(replace_store, path)
             with pytest.raises(TimeoutError):
                 second.result(timeout=0.1)
         second.result(timeout=10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from random import Random
 from typing import Self, cast
@@ -16,7 +17,6 @@ from ..errors import OptionError
 from .policies import AUTO, POLICIES, NewDrafter, ReplayPolicy
 
 _EXAMPLE = ".76,.60,.50,.41@0.08"
-_DEEPEST = 64
 _WRONG = -2  # no token; -1 is an unknown choice
 
 
@@ -31,18 +31,16 @@ def parse_head_curve(text: str) -> tuple[list[float], float]:
         OptionError: it has another form, or its numbers are out of range.
     """
     first, _, last = text.partition("@")
-    try:
+    with suppress(ValueError):
         p_reached, cost = [float(number) for number in first.split(",")], float(last)
-    except ValueError:
-        p_reached, cost = [], math.nan
-    falls = all(0 < p <= before for before, p in pairwise((1.0, *p_reached)))
-    if not (falls and 1 <= len(p_reached) <= _DEEPEST and 0 <= cost < math.inf):
-        raise OptionError(
-            f"--head-curve {text!r}: give, as in {_EXAMPLE}, the probabilities that the first "
-            f"1, 2, … tokens are all right, which cannot rise (at most {_DEEPEST}), and after "
-            "'@' the time of each token in plain steps"
-        )
-    return p_reached, cost
+        falls = all(0 < p <= before for before, p in pairwise((1.0, *p_reached)))
+        if falls and 0 <= cost < math.inf:
+            return p_reached, cost
+    raise OptionError(
+        f"--head-curve {text!r}: give, as in {_EXAMPLE}, the probabilities that the first 1, 2, … "
+        "tokens are all right, which cannot rise, and after '@' the time of each token in plain "
+        "steps"
+    )
 
 
 class ReplayedHead(HeadSource):

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 import platform
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from functools import partial
+from dataclasses import dataclass
 from importlib.metadata import version
 from statistics import geometric_mean, median
+from time import perf_counter
 from typing import Any, cast
 
 import mlx.core as mx
@@ -28,14 +27,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlxspec
 
-from ..drafting.drafter import Drafter, DraftTree, NoDraft
-from ..drafting.sources import PromptLookupDrafter
+from ..drafting.drafter import Drafter, DraftTree
 from ..engine.costs import machine_identity, model_identity, whole_memory
 from ..engine.model_sizes import context_length
 from ..engine.params import SamplingParams
 from ..engine.sampling import Chooser
 from ..engine.target import Progress
-from ..generation.decoder import AutoDecoder, Decoder, LookaheadDecoder
+from ..generation.decoder import Decoder
+from ..generation.drafting import Auto, Drafting, Lookahead, PromptLookup
 from ..generation.response import SpeculationStats
 from ..models.chat_template import apply_template
 from ..models.heads import Head
@@ -146,22 +145,13 @@ token's forward begins. Nothing is remembered from run to run, else a repeated p
 be known.
 """
 
-MakeStream = Callable[..., Stream]
-"""Makes a way to generate from a loaded model and its tokenizer; auto also takes a ``head``."""
+MakeStream = Callable[[nn.Module, TokenizerWrapper], Stream]
+"""Makes a way to generate from a loaded model and its tokenizer."""
 
 
-def with_drafter(make_drafter: Callable[[], Drafter]) -> MakeStream:
-    """mlxspec's loop with a new drafter for each run."""
-
-    def make(model: nn.Module, tokenizer: TokenizerWrapper) -> Stream:
-        decoder = Decoder(model, tokenizer)
-        return lambda prompt, **options: decoder.decode(prompt, make_drafter(), **options)
-
-    return make
-
-
-def _auto(model: nn.Module, tokenizer: TokenizerWrapper, **more: Any) -> Stream:
-    return AutoDecoder(model, tokenizer, memory_tokens=0, **more).stream
+def decoding(drafting: Drafting) -> MakeStream:
+    """mlxspec's decoder that drafts in this way."""
+    return lambda model, tokenizer: Decoder(model, tokenizer, drafting).stream
 
 
 def _mlx_lm(model: nn.Module, tokenizer: TokenizerWrapper) -> Stream:
@@ -186,23 +176,19 @@ def _mlx_lm(model: nn.Module, tokenizer: TokenizerWrapper) -> Stream:
 
 
 BACKENDS: dict[str, MakeStream] = {
-    PLAIN: with_drafter(NoDraft),
+    PLAIN: decoding(Drafting()),
     MLX_LM: _mlx_lm,
-    "prompt-lookup": with_drafter(PromptLookupDrafter),
-    AUTO: _auto,
-    "lookahead": lambda model, tokenizer: LookaheadDecoder(model, tokenizer).stream,
+    "prompt-lookup": decoding(PromptLookup()),
+    AUTO: decoding(Auto()),
+    "lookahead": decoding(Lookahead()),
 }
 """By the names of ``--decoder``."""
 
 
 def backends_with(drafter: type[Drafter]) -> dict[str, MakeStream]:
     """A custom drafter class, alone and together with the default decoder's look-ups."""
-    name = drafter.__name__
-    return {name: with_drafter(drafter), f"{AUTO}+{name}": partial(_auto, extra_drafter=drafter)}
-
-
-Clock = Callable[[], float]
-"""Seconds since some moment."""
+    alone, added = Drafting(maker=drafter), Auto(extra=drafter)
+    return {drafter.__name__: decoding(alone), f"{AUTO}+{drafter.__name__}": decoding(added)}
 
 
 @dataclass(frozen=True)
@@ -229,35 +215,23 @@ class TimedRun:
         return len(self.tokens) / self.seconds
 
 
-def run(
-    stream: Stream,
-    prompt: list[int],
-    max_tokens: int,
-    sampling: SamplingParams,
-    clock: Clock = time.perf_counter,
-) -> TimedRun:
+def run(stream: Stream, prompt: list[int], max_tokens: int, sampling: SamplingParams) -> TimedRun:
     """Let a backend answer a prompt."""
     tokens, texts, stats = list[int](), list[str](), None
-    started = prefilled = ended = clock()
+    started = prefilled = ended = perf_counter()
 
     def on_progress(done: int, total: int) -> None:
         nonlocal prefilled
-        prefilled = clock()
+        prefilled = perf_counter()
 
-    for response in stream(
-        prompt, max_tokens=max_tokens, sampling=sampling, on_progress=on_progress
-    ):
-        ended = clock()  # work after the last token delays no output
+    options = {"max_tokens": max_tokens, "sampling": sampling, "on_progress": on_progress}
+    for response in stream(prompt, **options):
+        ended = perf_counter()  # work after the last token delays no output
         tokens.append(response.token)
         texts.append(response.text)
         stats = getattr(response, "stats", None)
-    return TimedRun(
-        tokens=tuple(tokens),
-        text="".join(texts),
-        prefill_seconds=prefilled - started,
-        seconds=ended - prefilled,
-        stats=stats,
-    )
+    text = "".join(texts)
+    return TimedRun(tuple(tokens), text, prefilled - started, ended - prefilled, stats)
 
 
 @dataclass(frozen=True)
@@ -266,15 +240,11 @@ class MeasuredPrompt:
 
     Attributes:
         category: the prompt's.
-        messages: the conversation that was answered.
-        prompt_tokens: how many tokens the conversation has.
         runs: by backend, one per repeat.
         differences: by backend, how its distinct outputs differ from plain decoding's first one.
     """
 
     category: str
-    messages: Messages
-    prompt_tokens: int
     runs: dict[str, list[TimedRun]]
     differences: dict[str, list[Difference]]
 
@@ -288,80 +258,82 @@ def in_turn(names: list[str], repeat: int) -> list[str]:
     return (names[first:] + names[:first])[:: (-1) ** repeat]
 
 
-@dataclass
-class Measurement:
-    """Measures backends on prompts.
+def measure(
+    model: nn.Module,
+    tokenizer: TokenizerWrapper,
+    makers: Mapping[str, MakeStream],
+    prompts: Sequence[BenchPrompt],
+    *,
+    max_tokens: int,
+    repeats: int,
+    sampling: SamplingParams,
+) -> Iterator[MeasuredPrompt]:
+    """Measure backends answer by answer; each warms up on the first prompt.
+
+    Conversations end where they are longer than the model's context.
 
     Args:
         model, tokenizer: as :func:`mlxspec.load` returns them.
         makers: make the backends, by name; plain decoding among them.
+        prompts: the questions.
         max_tokens: per answer.
         repeats: how often each backend answers each prompt.
         sampling: how the target picks tokens.
-        clock: in seconds.
+
+    Raises:
+        PromptError: the model's chat template refuses a prompt.
     """
+    backends = {name: make(model, tokenizer) for name, make in makers.items()}
+    longest = context_length(model)
+    is_warm = False
 
-    model: nn.Module
-    tokenizer: TokenizerWrapper
-    makers: Mapping[str, MakeStream]
-    _: KW_ONLY
-    max_tokens: int
-    repeats: int
-    sampling: SamplingParams
-    clock: Clock = time.perf_counter
-
-    def measure(self, prompts: Sequence[BenchPrompt]) -> Iterator[MeasuredPrompt]:
-        """Measure answer by answer; every backend warms up on the first prompt.
-
-        Conversations end where they are longer than the model's context.
-
-        Raises:
-            PromptError: the model's chat template refuses a prompt.
-        """
-        makers = self.makers.items()
-        self._backends = {name: make(self.model, self.tokenizer) for name, make in makers}
-        longest = context_length(self.model)
-        is_warm = False
-        for prompt in prompts:
-            messages = list(prompt.messages)
-            for question in (*prompt.follow_ups, None):
-                tokens = self._encode(prompt, messages)
-                if longest is not None and len(tokens) > longest:
-                    break
-                if not is_warm:
-                    self._take_turns(tokens, 1)
-                    is_warm = True
-                runs = self._take_turns(tokens, self.repeats)
-                differences = {name: self._compare(tokens, runs, name) for name in runs}
-                yield MeasuredPrompt(prompt.category, messages, len(tokens), runs, differences)
-                if question is not None:
-                    answer = runs[PLAIN][0].text.strip()
-                    messages = [*messages, message("assistant", answer), message("user", question)]
-
-    def _take_turns(self, tokens: list[int], repeats: int) -> dict[str, list[TimedRun]]:
-        runs: dict[str, list[TimedRun]] = {name: [] for name in self._backends}
+    def take_turns(tokens: list[int], repeats: int) -> dict[str, list[TimedRun]]:
+        runs: dict[str, list[TimedRun]] = {name: [] for name in backends}
         for repeat in range(repeats):
             for name in in_turn([*runs], repeat):
-                stream, limits = self._backends[name], (self.max_tokens, self.sampling)
-                runs[name].append(run(stream, tokens, *limits, clock=self.clock))
+                runs[name].append(run(backends[name], tokens, max_tokens, sampling))
         return runs
 
-    def _compare(
-        self, prompt: list[int], runs: dict[str, list[TimedRun]], name: str
-    ) -> list[Difference]:
-        """How the distinct outputs of a backend differ from plain decoding's first one."""
-        expected = runs[PLAIN][0].tokens
-        compared = (
-            first_difference(self.model, prompt, expected, output, self.sampling)
-            for output in dict.fromkeys(one.tokens for one in runs[name])
-        )
-        return [difference for difference in compared if difference]
+    for prompt in prompts:
+        messages = list(prompt.messages)
+        for question in (*prompt.follow_ups, None):
+            tokens = _encoded(tokenizer, messages, prompt.raw)
+            if longest is not None and len(tokens) > longest:
+                break
+            if not is_warm:
+                take_turns(tokens, 1)
+                is_warm = True
+            runs = take_turns(tokens, repeats)
+            differences = {
+                name: _differing(model, tokens, runs[PLAIN], own, sampling)
+                for name, own in runs.items()
+            }
+            yield MeasuredPrompt(prompt.category, runs, differences)
+            if question is not None:
+                answer = runs[PLAIN][0].text.strip()
+                messages = [*messages, message("assistant", answer), message("user", question)]
 
-    def _encode(self, prompt: BenchPrompt, messages: Messages) -> list[int]:
-        """The conversation's tokens; without a chat template its texts, a blank line between."""
-        if prompt.raw or not self.tokenizer.has_chat_template:
-            return encode_prompt(self.tokenizer, "\n\n".join(m["content"] for m in messages))
-        return apply_template(self.tokenizer, messages, add_generation_prompt=True)
+
+def _encoded(tokenizer: TokenizerWrapper, messages: Messages, raw: bool) -> list[int]:
+    """A conversation's tokens; without a chat template its texts, a blank line between."""
+    if raw or not tokenizer.has_chat_template:
+        return encode_prompt(tokenizer, "\n\n".join(one["content"] for one in messages))
+    return apply_template(tokenizer, messages, add_generation_prompt=True)
+
+
+def _differing(
+    model: nn.Module,
+    prompt: list[int],
+    plain: Sequence[TimedRun],
+    runs: Sequence[TimedRun],
+    sampling: SamplingParams,
+) -> list[Difference]:
+    """How the distinct outputs of a backend differ from plain decoding's first one."""
+    compared = (
+        first_difference(model, prompt, plain[0].tokens, output, sampling)
+        for output in dict.fromkeys(one.tokens for one in runs)
+    )
+    return [difference for difference in compared if difference]
 
 
 # --- the report ---
@@ -400,31 +372,24 @@ def model_facts(model: nn.Module, name: str, head: Head | None = None) -> Report
         name: what the user called it; of a directory only the last part is given.
         head: its trained head, if one is used.
     """
-    # The dtype of most floating-point bytes: packed weights are computed in their scales' dtype.
-    nbytes: dict[mx.Dtype, int] = {}
-    for _, weight in tree_flatten(model.parameters()):
-        if mx.issubdtype(weight.dtype, mx.floating):
-            nbytes[weight.dtype] = nbytes.get(weight.dtype, 0) + weight.nbytes
+    # Packed weights are computed in the type of their scales.
+    weights = (weight for _, weight in tree_flatten(model.parameters()))
+    floating = (weight for weight in weights if mx.issubdtype(weight.dtype, mx.floating))
+    dtype = max(floating, key=lambda weight: weight.nbytes).dtype
     return {
         "name": given_name(name),
         **model_identity(model),
-        "dtype": str(max(nbytes, key=nbytes.__getitem__)).removeprefix("mlx.core."),
+        "dtype": str(dtype).removeprefix("mlx.core."),
         **({} if head is None else {"head": head.title}),
     }
 
 
-def bench_report(
-    prompts: Sequence[MeasuredPrompt],
-    *,
-    facts: Report,
-    include_text: bool = False,
-) -> Report:
+def bench_report(prompts: Sequence[MeasuredPrompt], facts: Report) -> Report:
     """Sum up a measurement.
 
     Args:
         prompts: what was measured, at least one.
         facts: what the report says about model, machine and settings.
-        include_text: show prompts and outputs. Otherwise the report has none of them.
 
     Returns:
         ``decoders``, ``categories`` and ``prompts`` hold the figures of each backend over all,
@@ -458,9 +423,11 @@ def bench_report(
         "rough": noise_warning(prompts),
         "decoders": over_all,
         "categories": categories,
-        "exactness": _exactness(over_all, differences),
+        "exactness": _exactness(prompts, differences),
         "differences": differences,
-        "prompts": [_prompt(prompt, trusted, include_text) for prompt in prompts],
+        "prompts": [
+            {"category": one.category, "decoders": _by_backend([one], trusted)} for one in prompts
+        ],
     }
 
 
@@ -526,16 +493,11 @@ def _outputs(compared: Sequence[list[Difference]]) -> Report:
 
 def noise_warning(prompts: Sequence[MeasuredPrompt]) -> str | None:
     """Why the figures are noisy, in one sentence; None where they are not."""
-    spread: dict[str, float] = {}
-    for name in prompts[0].runs:
-        ratios = [_ratios(prompt, name, PLAIN) for prompt in prompts]
-        spread[name] = median((max(of) - min(of)) / median(of) for of in ratios)
-    widest = max(spread, key=spread.__getitem__)
-    if spread[widest] <= _WIDE:
+    ratios = ([_ratios(prompt, name, PLAIN) for prompt in prompts] for name in prompts[0].runs)
+    spread = max(median((max(of) - min(of)) / median(of) for of in by_run) for by_run in ratios)
+    if spread <= _WIDE:
         return None
-    return (
-        f"The figures are rough: the turns of {widest} on a prompt differ by {spread[widest]:.0%}."
-    )
+    return f"The figures are rough: the turns of a decoder on a prompt differ by {spread:.0%}."
 
 
 def _differences(prompts: Sequence[MeasuredPrompt]) -> Iterator[Report]:
@@ -555,14 +517,13 @@ def _differences(prompts: Sequence[MeasuredPrompt]) -> Iterator[Report]:
                 }
 
 
-def _exactness(decoders: Report, differences: Sequence[Report]) -> Report:
-    drafting = [of["outputs"] for name, of in decoders.items() if name != PLAIN]
-    margins = [of["margin"] for of in differences if of["decoder"] != PLAIN]
-    differ = sum(of["near_ties"] + of["different"] for of in drafting)
+def _exactness(prompts: Sequence[MeasuredPrompt], differences: Sequence[Report]) -> Report:
+    drafted = [of for of in differences if of["decoder"] != PLAIN]
+    margins = [of["margin"] for of in drafted if of["margin"] is not None]
     return {
-        "outputs": differ + sum(of["equal"] for of in drafting),
-        "differ": differ,
-        "largest_margin": max((one for one in margins if one is not None), default=None),
+        "outputs": sum(len(prompt.runs) - 1 for prompt in prompts),
+        "differ": len({(of["prompt"], of["decoder"]) for of in drafted}),
+        "largest_margin": max(margins, default=None),
     }
 
 
@@ -579,20 +540,6 @@ def exactness(report: Report) -> str:
             f"{of['largest_margin']:.2g} apart."
         )
     return said
-
-
-def _prompt(prompt: MeasuredPrompt, trusted: set[str], include_text: bool) -> Report:
-    first = {name: runs[0] for name, runs in prompt.runs.items()}
-    entry: Report = {
-        "category": prompt.category,
-        "prompt_tokens": prompt.prompt_tokens,
-        "generated_tokens": {name: len(run.tokens) for name, run in first.items()},
-        "decoders": _by_backend([prompt], trusted),
-    }
-    if include_text:
-        entry["messages"] = prompt.messages
-        entry["outputs"] = {name: run.text for name, run in first.items()}
-    return entry
 
 
 def verdict(report: Report) -> str:
@@ -614,8 +561,8 @@ def what_differs(report: Report) -> Iterator[str]:
         if not of["near_tie"]:
             how = "one output ended before the other"
             if of["margin"] is not None:
-                how = f"the tokens are {of['margin']:.2g} apart, rounding explains "
-                how += f"{of['bound']:.2g}"
+                margins = f"{of['margin']:.2g} apart, rounding explains {of['bound']:.2g}"
+                how = f"the tokens are {margins}"
             yield (
                 f"{of['decoder']} differs from {PLAIN} decoding on prompt {of['prompt']} "
                 f"({of['category']}) at token {of['token']}: {how}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +15,7 @@ from ..drafting.kept import Experience
 from ..drafting.planner import Planner, trees_pay
 from ..drafting.sources import PromptLookupDrafter
 from ..drafting.suffix_source import SuffixSource
+from ..errors import OptionError
 
 # --- the rules of other programs ---
 
@@ -46,31 +49,41 @@ class FullLookup(Drafter):
             lookup.observe(step)
 
 
-class NgramSimple(Drafter):
+class _TextDrafter(Drafter):
+    """Drafts a chain by a rule of the text so far, prompt and output."""
+
+    branching = False
+
+    def __init__(self) -> None:
+        self._text: list[int] = []
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        self._extend(prompt)
+
+    def propose(self, max_depth: int) -> DraftTree:
+        return DraftTree.chain(self._text[-1], self._draft())
+
+    def observe(self, step: VerifiedStep) -> None:
+        self._extend(step.tokens)
+
+    def _extend(self, tokens: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def _draft(self) -> list[int]:
+        raise NotImplementedError
+
+
+class NgramSimple(_TextDrafter):
     """What followed the newest earlier occurrence of the last 12 tokens, up to 48 tokens.
 
     The rule of ``--spec-type ngram-simple`` (common/ngram-map.cpp) with llama.cpp's defaults:
     nothing is drafted when fewer tokens than the n-gram has could be.
     """
 
-    branching = False
-
     def __init__(self, size_n: int = 12, size_m: int = 48) -> None:
+        super().__init__()
         self._size_n, self._size_m = size_n, size_m
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._text: list[int] = []
         self._newest: dict[tuple[int, ...], int] = {}  # where each n-gram ended last
-        self._extend(prompt)
-
-    def propose(self, max_depth: int) -> DraftTree:
-        text, found = self._text, list[int]()
-        if self._match is not None and len(text) > self._size_n + self._size_m + 1:
-            found = text[self._match : self._match + self._size_m]
-        return DraftTree.chain(text[-1], found if len(found) >= self._size_n else ())
-
-    def observe(self, step: VerifiedStep) -> None:
-        self._extend(step.tokens)
 
     def _extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -80,8 +93,14 @@ class NgramSimple(Drafter):
             if len(self._text) > self._size_n:  # llama.cpp ignores the text's very first position
                 self._newest[key] = len(self._text)
 
+    def _draft(self) -> list[int]:
+        if self._match is None or len(self._text) <= self._size_n + self._size_m + 1:
+            return []
+        found = self._text[self._match : self._match + self._size_m]
+        return found if len(found) >= self._size_n else []
 
-class SuffixPath(Drafter):
+
+class SuffixPath(_TextDrafter):
     """The most frequent continuation of some suffix of the text, over prompt and output.
 
     Each match gives a draft of at most as many tokens; a token's probability is the share of the
@@ -94,77 +113,43 @@ class SuffixPath(Drafter):
         min_token_prob: the least probable token that is drafted.
     """
 
-    branching = False
-
     def __init__(self, min_token_prob: float = 0.1) -> None:
+        super().__init__()
         self._least = min_token_prob
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._text: list[int] = []
         self._ends: dict[int, list[int]] = {}  # per token, the positions after it
-        self._extend(prompt)
-
-    def propose(self, max_depth: int) -> DraftTree:
-        text = self._text
-        best, path = 0.0, list[int]()
-        for positions, most in _matches(text, self._ends[text[-1]], _DEEPEST):
-            score, found = _most_frequent(text, positions, most, self._least)
-            if score >= best:
-                best, path = score, found
-        return DraftTree.chain(text[-1], path)
-
-    def observe(self, step: VerifiedStep) -> None:
-        self._extend(step.tokens)
 
     def _extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self._text.append(token)
             self._ends.setdefault(token, []).append(len(self._text))
 
+    def _draft(self) -> list[int]:
+        text, best = self._text, (0.0, list[int]())
+        ends = self._ends[text[-1]]
+        for length in range(1, min(len(text), _DEEPEST)):
+            ends = [end for end in ends if end >= length and text[end - length] == text[-length]]
+            if len(ends) < 2:  # the text's end alone
+                break
+            found = self._path(ends, min(length, _DEEPEST - length))
+            best = max(found, best, key=lambda one: one[0])
+        return best[1]
 
-def _matches(
-    text: Sequence[int], positions: list[int], max_depth: int
-) -> list[tuple[list[int], int]]:
-    """The distinct sets of places where a suffix of the text occurs, shortest suffix first.
-
-    Each has the length of its longest draft. Suffixes that occur at the same places differ only in
-    that length, so the greatest is kept.
-    """
-    end = len(text)
-    matches: list[tuple[list[int], int]] = []
-    for length in range(1, min(end, max_depth)):
-        token = text[end - length]
-        longer = [p for p in positions if p >= length and text[p - length] == token]
-        if len(longer) < 2:  # the text's end alone
-            break
-        most = min(length, max_depth - length)
-        if matches and len(longer) == len(positions):
-            most = max(most, matches.pop()[1])
-        matches.append((longer, most))
-        positions = longer
-    return matches
-
-
-def _most_frequent(
-    text: Sequence[int], positions: list[int], most: int, least: float
-) -> tuple[float, list[int]]:
-    """The most frequent continuation of a match, and the sum of its probabilities."""
-    path: list[int] = []
-    score, probability = 0.0, 1.0
-    while len(path) < most:
-        groups: dict[int, list[int]] = {}  # occurrences by the token that follows
-        for position in positions:
-            if position + len(path) < len(text):
-                groups.setdefault(text[position + len(path)], []).append(position)
-        if not groups:
-            break
-        token, group = max(groups.items(), key=lambda item: len(item[1]))
-        probability *= len(group) / len(positions)
-        if probability < least:
-            break
-        path.append(token)
-        score, positions = score + probability, group
-    return score, path
+    def _path(self, ends: list[int], most: int) -> tuple[float, list[int]]:
+        """The most frequent continuation of a match, after the sum of its probabilities."""
+        path: list[int] = []
+        score, probability = 0.0, 1.0
+        while len(path) < most:
+            following = [(self._text[end], end + 1) for end in ends if end < len(self._text)]
+            if not following:
+                break
+            ((token, count),) = Counter(token for token, _ in following).most_common(1)
+            probability *= count / len(ends)
+            if probability < self._least:
+                break
+            path.append(token)
+            score += probability
+            ends = [end for own, end in following if own == token]
+        return score, path
 
 
 # --- hindsight ---
@@ -309,3 +294,28 @@ def policies_with(drafter: type[Drafter]) -> dict[str, ReplayPolicy]:
     """A custom drafter class, alone and together with the default decoder's look-ups."""
     name = drafter.__name__
     return {name: _from_text(drafter), f"{AUTO}+{name}": planned(other=drafter)}
+
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+
+
+def policies_with_memory(sizes: str) -> dict[str, ReplayPolicy]:
+    """The default decoder with memories of earlier outputs.
+
+    Args:
+        sizes: a comma-separated list of numbers of tokens, with k for 1,024 and M for 1,048,576,
+            or "all" for a memory without bound.
+
+    Raises:
+        OptionError: a size has another form.
+    """
+    policies = {}
+    for text in map(str.strip, sizes.split(",")):
+        size = re.fullmatch("([0-9]{1,15})([km]?)", text, re.ASCII | re.IGNORECASE)
+        if size is None and text != "all":
+            raise OptionError(
+                f"--memory: {text!r} is not a size: give tokens as 4096, 16k or 1M, or all"
+            )
+        tokens = int(size[1]) * _UNITS[size[2].lower()] if size else None
+        policies[f"memory {text}"] = planned(tokens)
+    return policies

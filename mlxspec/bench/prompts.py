@@ -55,14 +55,14 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     other file is one prompt.
 
     Raises:
-        PromptError: the file cannot be read or is empty, or a line of it is not a prompt.
+        OSError: the file cannot be read.
+        PromptError: it is empty or not UTF-8, or a line of it is not a prompt.
     """
     text = read_text(path)
     if not text.strip():
         raise PromptError(f"{path} is empty: write a prompt into it")
     if path.suffix.lower() in (".jsonl", ".ndjson"):
-        form = 'write one object per line, with "prompt", "messages" or "turns"'
-        return parse_json_lines(text, path, _prompt, form)
+        return parse_json_lines(text, path, _prompt)
     return [BenchPrompt("text", (message("user", text.removesuffix("\n")),))]
 
 
@@ -92,28 +92,22 @@ def read_text(path: Path) -> str:
     """The text of a user's file, without a byte order mark.
 
     Raises:
-        PromptError: the file cannot be read, or is not UTF-8.
+        OSError: the file cannot be read.
+        PromptError: it is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read ({error.strerror}): name a file") from error
     except UnicodeDecodeError as error:
-        raise PromptError(
-            f"{path} is not UTF-8 text (byte {error.start}): convert it to UTF-8"
-        ) from error
+        raise PromptError(f"{path} is not UTF-8 text: convert it to UTF-8") from error
 
 
-def parse_json_lines(
-    text: str, path: Path, parse: Callable[[Any], _Item], form: str
-) -> list[_Item]:
+def parse_json_lines(text: str, path: Path, parse: Callable[[Any], _Item]) -> list[_Item]:
     """Parse the JSON lines of a file; blank lines are skipped.
 
     Args:
         text: the lines.
         path: the file, for errors.
-        parse: turns the value of a line into an item, or raises ValueError.
-        form: the form of a line, for errors.
+        parse: turns the object of a line into an item, or raises ValueError.
 
     Raises:
         PromptError: a line has another form.
@@ -122,10 +116,12 @@ def parse_json_lines(
     for number, value in json_lines(text.split("\n")):
         try:
             if not isinstance(value, dict):
-                raise ValueError("not a JSON object")
+                raise ValueError("it is not a JSON object")
             items.append(parse(value))
         except ValueError as error:
-            raise PromptError(f"{path}, line {number}: {error}; {form}") from error
+            raise PromptError(
+                f"{path}, line {number}: {error}; write one object per line"
+            ) from error
     return items
 
 
@@ -178,7 +174,8 @@ def read_traces(path: Path) -> list[Trace]:
     and a "model". The messages that a model wrote are replayed.
 
     Raises:
-        PromptError: the file cannot be read, or a line has another form.
+        OSError: the file cannot be read.
+        PromptError: it is not UTF-8, or a line has another form.
     """
 
     def trace(record: dict[str, Any]) -> Trace:
@@ -186,8 +183,7 @@ def read_traces(path: Path) -> list[Trace]:
         category = _category(record, path.stem)
         return Trace(category, str(record.get("model", "")), messages, completions)
 
-    form = 'expected a JSON object with "messages", each with "role" and "content"'
-    return parse_json_lines(read_text(path), path, trace, form)
+    return parse_json_lines(read_text(path), path, trace)
 
 
 Encode = Callable[[str], list[int]]
@@ -257,7 +253,7 @@ def read_completions(paths: Iterable[Path], tokenizer: Any, limit: int) -> list[
 
     Raises:
         LoadError: the tokenizer has no EOS token.
-        PromptError: as :func:`read_traces`, or there is no output.
+        OSError, PromptError: as :func:`read_traces`, or there is no output.
     """
     bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos_id is None:

@@ -7,7 +7,6 @@ chip's cost curve.
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -364,30 +363,3 @@ def verdict(comparison: Comparison) -> Iterator[str]:
                 gains[name] = report.get("over_plain_batching") or report["speedup"]
         best = max(gains, key=gains.__getitem__)
         yield f"{best} wins on {chip} ({gains[best]:.2f}×)."
-
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
-
-
-def memory_sizes(texts: str) -> dict[str, int | None]:
-    """The tokens of the memories that a comma-separated list of sizes names.
-
-    Args:
-        texts: numbers of tokens, with k for 1,024 and M for 1,048,576, or "all" for a memory
-            without bound.
-
-    Returns:
-        by name, before them, for comparison, no memory.
-
-    Raises:
-        OptionError: a size has another form.
-    """
-    sizes: dict[str, int | None] = {"no memory": 0}
-    for text in map(str.strip, texts.split(",")):
-        match = re.fullmatch("([0-9]{1,15})([km]?)", text, re.ASCII | re.IGNORECASE)
-        if match is None and text != "all":
-            raise OptionError(
-                f"--memory: {text!r} is not a size: give tokens as 4096, 16k or 1M, or all"
-            )
-        sizes[f"memory {text}"] = int(match[1]) * _UNITS[match[2].lower()] if match else None
-    return sizes

@@ -146,8 +146,8 @@ class BenchReport(_Part):
     categories: Annotated[dict[_Name, _ByDecoder], _FEW]
     curves: Annotated[list[Curve], _FEW]
 
-    @classmethod
-    def of(cls, report: dict[str, Any]) -> BenchReport:
+    @staticmethod
+    def of(report: dict[str, Any]) -> BenchReport:
         """The part of a bench that is sent.
 
         Args:
@@ -182,10 +182,7 @@ class BenchReport(_Part):
             "categories": categories,
             "curves": curves,
         }
-        try:
-            return cls.model_validate(content)
-        except ValidationError as error:
-            raise OptionError(f"this cannot be sent as a report: {_first_problem(error)}") from None
+        return read(json.dumps(content))
 
     @property
     def chip(self) -> str:
@@ -208,7 +205,10 @@ def read(text: str | bytes) -> BenchReport:
     try:
         return BenchReport.model_validate_json(text)
     except ValidationError as error:
-        raise OptionError(f"the report is wrong: {_first_problem(error)}") from None
+        wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        names = (str(part) for part in wrong["loc"])
+        place = ".".join(name for name in names if re.fullmatch(r"[a-z_]{1,20}|\d{1,3}", name))
+        raise OptionError(f"the report is wrong: {place or 'the report'}: {wrong['msg']}") from None
 
 
 def _public_machine(machine: dict[str, Any]) -> dict[str, Any]:
@@ -225,14 +225,6 @@ def _public_machine(machine: dict[str, Any]) -> dict[str, Any]:
     for name in ("python", "mlxspec", "mlx", "mlx_lm"):
         public[name] = machine[name].partition("+")[0]
     return public
-
-
-def _first_problem(error: ValidationError) -> str:
-    """Where a report is wrong, without quoting from it."""
-    wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    names = (str(part) for part in wrong["loc"])
-    place = ".".join(name for name in names if re.fullmatch(r"[a-z_]{1,20}|\d{1,3}", name))
-    return f"{place or 'the report'}: {wrong['msg']}"
 
 
 # --- the issue ---

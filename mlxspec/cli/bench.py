@@ -20,6 +20,7 @@ from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
 from ..files import SHARED, check_writable, replaced
 from ..process import MLX_VARIABLES, variables_in
+from ..terminal import one_line
 from .calibrate import measured_curves
 from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
 from .common.options import (
@@ -33,7 +34,6 @@ from .common.options import (
     check_one,
     command,
     names_completed,
-    option,
     option_field,
     options_of,
 )
@@ -44,9 +44,8 @@ from .common.output import (
     counted,
     folding_table,
     ratio,
-    shown,
 )
-from .settings import MLX_SETTINGS, checked
+from .settings import KEYS, MLX_SETTINGS
 
 if TYPE_CHECKING:
     from ..bench.measure import MakeStream, MeasuredPrompt, Report
@@ -94,6 +93,14 @@ class BenchOptions:
     mlx_settings: str | None = _measurement(
         "--mlx-settings NAME=1,…",
         f"MLX's tuning variables for this run: {', '.join(MLX_VARIABLES)}.",
+        type=KEYS[MLX_SETTINGS],
+    )
+    submit: bool = option_field(
+        "--submit",
+        "Also measure what rows cost, and write a report. It is shown, and opened as an issue on "
+        "GitHub if you agree.",
+        default=False,
+        group="Output",
     )
 
 
@@ -101,18 +108,7 @@ class BenchOptions:
 @model_argument(ABOUT + DEFAULT)
 @options_of(BenchOptions, "asked")
 @options_of(ReportOptions, "shows", "Output")
-@option(
-    "--include-text", "Include prompts and outputs in the JSON.", group="Output", needs=("--json",)
-)
-@option(
-    "--submit",
-    "Also measure what rows cost, and write a report. It is shown, and opened as an issue on "
-    "GitHub if you agree.",
-    group="Output",
-)
-def bench_command(
-    model: str | None, asked: BenchOptions, shows: ReportOptions, include_text: bool, submit: bool
-) -> None:
+def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) -> None:
     """Measure plain decoding, mlx-lm and the drafting decoders on MODEL.
 
     They take turns on the same prompts in one process. Outputs are compared token by token. If
@@ -128,7 +124,7 @@ def bench_command(
 
     A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" in
     each line. The whole text of any other file is one prompt. Reports contain no prompts, outputs
-    or paths unless you ask for them.
+    or paths.
 
     --submit writes a report for the page "Figures" and for "replay --chip": chip, memory, versions,
     the model's name if it is a repository's, and figures.
@@ -138,9 +134,8 @@ def bench_command(
     from ..bench.prompts import bundled_prompts, chosen, limited, read_prompts
     from ..drafting.drafter import load_drafter
 
-    if asked.mlx_settings is not None:
-        checked(MLX_SETTINGS, asked.mlx_settings)
-        os.environ.update(variables_in(asked.mlx_settings))  # before MLX first uses a GPU
+    # Before MLX first uses a GPU.
+    os.environ.update(variables_in(asked.mlx_settings or ""))
     # Check all that needs no model before a model is loaded, or even downloaded.
     model = needed_model(model)
     backends = {PLAIN: BACKENDS[PLAIN], **chosen(asked.decoders, BACKENDS)}
@@ -151,26 +146,26 @@ def bench_command(
     check_one(head=asked.head, no_head=asked.no_head)
     if asked.head is not None and AUTO not in backends:
         raise OptionError("--head is for --decoder auto: add it")
-    SamplingParams(temp=asked.temp, seed=asked.seed)
+    sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
     prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
     questions = limited(prompts or bundled_prompts(), asked.limit)
     shows.check()
     file = Path(time.strftime("mlxspec-report-%Y%m%d-%H%M%S.json"))
-    if submit:
+    if asked.submit:
         if asked.prompts or asked.drafter or shows.as_json or AUTO not in backends:
             raise OptionError(
                 "--submit reports the bundled prompts and decoders, auto among them, as they are "
                 "shown: leave out --prompts, --drafter and --json"
             )
         check_writable(file)
-    report = _report(model, asked, backends, questions, include_text, submit)
+    report = _report(model, asked, backends, questions, sampling)
     shows.show_tables(report, lambda: bench_tables(report))
     wrong = [*what_differs(report)]
     for line in wrong:
-        click.echo(f"Error: {shown(line)}", err=True)
+        click.echo(f"Error: {one_line(line)}", err=True)
     if wrong:
         sys.exit(1)
-    if submit:
+    if asked.submit:
         _submit(file, report)
 
 
@@ -179,12 +174,12 @@ def _report(
     asked: BenchOptions,
     backends: dict[str, MakeStream],
     questions: list[BenchPrompt],
-    include_text: bool,
-    with_curves: bool,
+    sampling: SamplingParams,
 ) -> Report:
     """Load the model, measure, and make the report."""
-    from ..bench.measure import AUTO, Measurement, bench_report, machine_facts, model_facts
+    from ..bench.measure import AUTO, bench_report, decoding, machine_facts, measure, model_facts
     from ..engine.heads import attach_head
+    from ..generation.drafting import Auto
     from ..models.heads.loading import load_with_head
 
     wanted = False if asked.no_head or AUTO not in backends else asked.head
@@ -193,21 +188,20 @@ def _report(
         head = None
     about = model_facts(loaded, model, head)
     # First, so that the planner knows them, and that a busy machine ends the command early.
-    curves = measured_curves(loaded, about["name"]) if with_curves else []
+    curves = measured_curves(loaded, about["name"]) if asked.submit else []
     if head is not None:
-        auto = backends[AUTO]
-        backends = {**backends, AUTO: partial(auto, head=head), "auto without head": auto}
-    measurement = Measurement(
-        *(loaded, tokenizer, backends),
-        max_tokens=asked.max_tokens,
-        repeats=asked.repeats,
-        sampling=SamplingParams(temp=asked.temp, seed=asked.seed),
-    )
+        with_head = {AUTO: decoding(Auto(head=head)), "auto without head": backends[AUTO]}
+        backends = backends | with_head
     measured: list[MeasuredPrompt] = []
     answers = sum(1 + len(prompt.follow_ups) for prompt in questions)
     with ProgressBar("Taking turns") as on_progress:
         on_progress(0.0)
-        for prompt in measurement.measure(questions):
+        for prompt in measure(
+            *(loaded, tokenizer, backends, questions),
+            max_tokens=asked.max_tokens,
+            repeats=asked.repeats,
+            sampling=sampling,
+        ):
             measured.append(prompt)
             on_progress(len(measured) / answers)
     if not measured:
@@ -223,8 +217,8 @@ def _report(
     if asked.adapter_path is not None:
         about["name"] += f" with adapters {Path(asked.adapter_path).resolve().name}"
     facts = {"model": about, "machine": machine_facts(), "settings": settings}
-    report = bench_report(measured, facts=facts, include_text=include_text)
-    return report | ({"curves": curves} if with_curves else {})
+    report = bench_report(measured, facts)
+    return {**report, "curves": curves}
 
 
 def _submit(file: Path, report: Report) -> None:
@@ -254,7 +248,7 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
     """Speeds by category and over all, how exact the outputs are, and which decoder is fastest."""
     from ..bench.measure import exactness, verdict
 
-    yield from map(shown, _heading(report["model"], report["machine"]))
+    yield from map(one_line, _heading(report["model"], report["machine"]))
     decoders = report["decoders"]
     table = folding_table(
         *("category", "prompts", *decoders),
@@ -266,7 +260,7 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
             + ("differs" if of["outputs"]["different"] else ratio(of["speedup"]))
             for of in entry["decoders"].values()
         )
-        table.add_row(shown(category), str(entry["prompts"]), *cells)
+        table.add_row(one_line(category), str(entry["prompts"]), *cells)
     yield table
     table = folding_table(
         *("all", "vs plain", "vs mlx-lm", "tokens/step", "rows/step", "accepted", "outputs"),
@@ -287,7 +281,7 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
     yield exactness(report)
     if report["rough"]:
         yield report["rough"]
-    yield Text(shown(verdict(report)), style="bold")
+    yield Text(one_line(verdict(report)), style="bold")
 
 
 def _heading(model: Report, machine: Report) -> Iterator[str]:

@@ -11,6 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..errors import MlxspecError
+from ..terminal import one_line
 from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
 from .common.options import (
     ADAPTERS,
@@ -23,13 +24,12 @@ from .common.options import (
     option,
     options_of,
 )
-from .common.output import ProgressBar, ReportOptions, folding_table, shown
+from .common.output import ProgressBar, ReportOptions, folding_table
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
     from ..drafting.kept import CostKey, KnownTimes
-    from ..engine.heads import TrainedHead
 
 _DIGEST = 8  # characters, enough to distinguish models of one kind and size
 _WIDEST_BAR = 60  # columns
@@ -145,7 +145,7 @@ def _measured(
     """Load a model, measure it carefully, and keep that.
 
     Returns:
-        the first curve, with those behind longer contexts, and the times of its head, if any.
+        the first curve, with those behind longer contexts, and the head's kind and times, if any.
     """
     from ..engine.heads import attach_head
     from ..models.heads.loading import load_with_head
@@ -153,9 +153,13 @@ def _measured(
 
     model, _, its_head = load_with_head(name, head, adapter_path)
     first, *longer = measured_curves(model, given_name(name), contexts, sequences)
-    trained = attach_head(its_head, model) if its_head else None
-    times = _times_of(trained, first["times"][0]["seconds"]) if trained else None
-    return {**first, "longer_contexts": longer, "head": times}
+    report = {**first, "longer_contexts": longer, "head": None}
+    if its_head and (trained := attach_head(its_head, model)):
+        drafts = [(n, trained.experience.seconds(n)) for n in range(1, trained.head.most + 1)]
+        plain_step = first["times"][0]["seconds"]
+        times = [{"tokens": n, "seconds": of, "cost": of / plain_step} for n, of in drafts]
+        report["head"] = {"kind": trained.head.title, "times": times}
+    return report
 
 
 def measured_curves(
@@ -174,25 +178,18 @@ def measured_curves(
     """
     from ..drafting.kept import CostCache
     from ..drafting.measurement import CAREFUL, noise
-    from ..engine.costs import (
-        calibrate,
-        check_context,
-        cost_key,
-        known_times,
-        measured_contexts,
-        split_length,
-    )
+    from ..engine import costs
     from ..engine.patches import split_attention
 
     for asked in contexts:
-        check_context(model, CAREFUL, asked)
+        costs.check_context(model, CAREFUL, asked)
     cache = CostCache()
     # Shared steps are measured with their attention split as it will be.
-    split_attention(model, split_length(cache.read(cost_key(model))))
+    split_attention(model, costs.split_length(cache.read(costs.cost_key(model))))
     found = {}
-    for context in sorted(set(contexts)) or measured_contexts(model, sequences):
+    for context in sorted(set(contexts)) or costs.measured_contexts(model, sequences):
         with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
-            times, split = calibrate(
+            times, split = costs.calibrate(
                 model,
                 CAREFUL,
                 context=context,
@@ -205,24 +202,10 @@ def measured_curves(
                 f"{name}: {problem}; nothing is kept, and what was known stays: close other "
                 "programs and measure again"
             )
-        found[context] = known_times(times, split, CAREFUL, "careful", name)
-    key = cost_key(model).of_sequences(sequences)
+        found[context] = costs.known_times(times, split, CAREFUL, "careful", name)
+    key = costs.cost_key(model).of_sequences(sequences)
     cache.update(key, found)
     return [_curve(key, context, known) for context, known in found.items()]
-
-
-def _times_of(trained: TrainedHead, plain_step: float) -> Report:
-    """The head's kind, and by the ``tokens`` of a draft its ``seconds`` and ``cost``.
-
-    Args:
-        trained: a head, attached to its target.
-        plain_step: the seconds of a plain step, the unit of the cost.
-    """
-    times = []
-    for tokens in range(1, trained.head.most + 1):
-        seconds = trained.experience.seconds(tokens)
-        times.append({"tokens": tokens, "seconds": seconds, "cost": seconds / plain_step})
-    return {"kind": trained.head.title, "times": times}
 
 
 def _known(name: str | None, adapter_path: str | None, contexts: Sequence[int]) -> list[Report]:
@@ -281,14 +264,14 @@ def _tables(report: Report) -> Iterator[RenderableType]:
 def _heading(curve: Report) -> Iterator[RenderableType]:
     """What is known of the model, and of its measurement."""
     model, machine = curve["model"], curve["machine"]
-    yield Text(shown(curve["name"] or model["type"]), "bold")
-    yield shown(
+    yield Text(one_line(curve["name"] or model["type"]), "bold")
+    yield one_line(
         f"{model['type']}, {model['parameters'] / 1e6:,.1f} M parameters, "
         f"{model['bits_per_weight']} bits each in memory, digest {model['digest'][:_DIGEST]}"
         + (f", {model['sequences']} sequences" if "sequences" in model else "")
     )
     blas = f", BLAS: {machine['blas']}" if "blas" in machine else ""
-    yield shown(
+    yield one_line(
         f"{machine['chip']}, {machine['device']}{blas}, MLX {machine['mlx']}, behind "
         f"{curve['context']:,} tokens, {curve['source']}, {curve['updated'][:10]}"
         + (", attention split" if curve["split_attention"] else "")

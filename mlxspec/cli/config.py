@@ -8,7 +8,13 @@ from typing import Any
 import click
 
 from ..errors import OptionError
-from ..models.model_files import DEMO, hub_repository, instead_of, is_repository_name, local_path
+from ..models.model_files import (
+    DEMO,
+    NO_MODEL_NAME,
+    hub_repository,
+    is_repository_name,
+    local_path,
+)
 from ..terminal import one_line
 from .common.model_choice import known_names, model_or_default
 from .common.notes import reported, say
@@ -124,7 +130,7 @@ def _model(name: str, config: dict[str, Any]) -> str:
     if directory.is_dir():
         return os.path.abspath(directory)
     if not is_repository_name(hub_repository(name)[0]):
-        raise OptionError(f"{name}: {instead_of(name)}")
+        raise OptionError(f"{name}: {NO_MODEL_NAME}")
     return name
 
 

@@ -26,12 +26,13 @@ from .common.api_client import ApiClient
 from .common.generation import API_KEY
 from .common.model_choice import MODEL
 from .common.notes import say
-from .common.options import COUNT, argument, color_option, command, option
+from .common.options import COUNT, argument, check_one, color_option, command, option
 from .common.output import confirm, output_console, print_rows
 from .settings import SettingsFile
 
 _MOST_OUTPUT = 8192
-_SERVER = "http://127.0.0.1:8080"  # of mlxspec serve
+_SERVER = "http://127.0.0.1"
+_PORT = 8080  # of mlxspec serve
 
 
 CLIENTS = {
@@ -117,7 +118,8 @@ def _folder(variable: str, default: str) -> str:
     type=click.Choice([*CLIENTS]),
     metavar="[CLIENT]",
 )
-@option("--server URL", "The server's address.", default=_SERVER, group="Server")
+@option("--server URL", f"The server's address.  [default: {_SERVER}:{_PORT}]", group="Server")
+@option("--port N", f"The server's port, if its address is {_SERVER}.", type=COUNT, group="Server")
 @option(
     "-m --model NAME",
     "The model to use first.  [default: the server's first]",
@@ -136,7 +138,8 @@ def _folder(variable: str, default: str) -> str:
 def connect_command(
     *,
     client: str | None,
-    server: str,
+    server: str | None,
+    port: int | None,
     model: str | None,
     context_length: int | None,
     write: bool,
@@ -165,7 +168,8 @@ def connect_command(
         print_rows(*((name, f"{title}: {way}") for name, (title, way) in CLIENTS.items()))
         return
     title, _ = CLIENTS[client]
-    asked = ApiClient(server)
+    check_one(server=server, port=port)
+    asked = ApiClient(server or f"{_SERVER}:{port or _PORT}")
     models = asked.models(model)
     if context_length:
         models = dict.fromkeys(models, context_length)

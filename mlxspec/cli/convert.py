@@ -25,7 +25,7 @@ _quantized = partial(_result, needs=("--quantize",))
     type=NAME,
 )
 @_checkpoint("--hf-path DIR_OR_REPO", "MODEL, as a Hugging Face checkpoint.", type=NAME)
-@_checkpoint("--revision REV", "Branch, tag or commit of a Hub repository.")
+@_checkpoint("--revision REV", "Branch, tag or commit, if MODEL is a Hub repository.")
 @_checkpoint("--head", "Convert only the trained head that MODEL is or carries.")
 @_result(
     "--mlx-path DIR",
@@ -34,9 +34,13 @@ _quantized = partial(_result, needs=("--quantize",))
 )
 @_result("-q --quantize", "Quantise the weights, to 4 bits by default.")
 @_quantized("--q-bits N", "Bits of a quantised weight.", type=int)
-@_quantized("--q-group-size N", "How many weights share a scale.", type=int)
+@_quantized("--q-group-size N", "How many weights share a scale.", type=click.IntRange(min=1))
 @_quantized("--q-mode affine|mxfp4|mxfp8|nvfp4", "Format of quantised weights.")
-@_result("--dtype float16|bfloat16|float32", "Float type.  [default: the checkpoint's 16-bit type]")
+@_result(
+    "--dtype float16|bfloat16|float32",
+    "Float type.  [default: the checkpoint's 16-bit type]",
+    type=click.Choice(("float16", "bfloat16", "float32")),
+)
 @_result("--force", "Replace an existing model at --mlx-path.")
 def convert_command(model: str | None, **options: Any) -> None:
     """Convert a model's weights and tokenizer for MLX, or its trained head.

@@ -45,7 +45,7 @@ _view = partial(option, group="Steps and output")
 @_view("--steps K", "Show K successive steps.", default=3, type=COUNT)
 @_view(
     "--skip N",
-    "Begin after N steps.  [default: where the most drafts are partly accepted]",
+    "Begin after N steps.  [default: before the first accepted draft]",
     type=click.IntRange(0),
 )
 @options_of(ReportOptions, "shows", "Steps and output", leave_out=("as_json",))
@@ -90,37 +90,25 @@ def explain_command(
                 bar(last.generation_tokens, generation.max_tokens)
         if skip is not None and skip >= len(recorded):
             raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps; skip fewer")
-        first, stats = most_instructive(recorded, steps) if skip is None else skip, last.stats
+        drafted = (n for n, step in enumerate(recorded) if step.verified.accepted)
+        first = next(drafted, 0) if skip is None else skip
         text, model = _text_of(decoder.tokenizer), given_name(model_or_default(generation.model))
 
         def parts() -> Iterator[RenderableType]:
-            yield Text(
+            stats = last.stats
+            yield (
                 f"{one_line(model)}, decoder {generation.drafting.kind}: tokens {stats.emitted}, "
                 f"steps {stats.steps}, tokens per step {stats.tokens_per_step:.2f}, "
                 f"rows per step {stats.rows / stats.steps:.1f}"
             )
             if origins := accepted_by_origin(recorded):
-                yield Text(f"accepted drafts: {origins}")
+                yield f"accepted drafts: {origins}"
             yield from drawn(recorded, first, steps, tokens, text)
 
         note_if_demo(generation.model)
         shows.show_tables({}, parts, color)
         generation.note_if_full(decoder.model, last.finish_reason, last.generation_tokens)
         memories.suggest_once()
-
-
-def most_instructive(steps: Sequence[RecordedStep], count: int) -> int:
-    """The first of the ``count`` successive steps with the most partly accepted drafts.
-
-    Ties go to the most accepted tokens, then to the first steps.
-    """
-
-    def rank(first: int) -> tuple[int, int]:
-        run = [one.verified for one in steps[first : first + count]]
-        partly = sum(0 < len(one.accepted) < one.drafted for one in run)
-        return partly, sum(len(one.accepted) for one in run)
-
-    return max(range(max(1, len(steps) - count + 1)), key=rank)
 
 
 # --- what became of a draft ---
@@ -169,7 +157,6 @@ def accepted_by_origin(steps: Sequence[RecordedStep]) -> str:
 
 _SPACE, _NEWLINE, _TAB = "·", "↵", "⇥"
 _SIGNS = str.maketrans({"\n": _NEWLINE, "\t": _TAB, "\r": "␍"})
-_PIECE_WIDTH = 24
 
 
 TextOf = Callable[[Sequence[int]], str]
@@ -192,9 +179,7 @@ def _text_of(tokenizer: TokenizerWrapper) -> TextOf:
 def _piece(token: int, text_of: TextOf) -> str:
     """The text of a token with a sign for spaces, or its number if it has no text of its own."""
     text = text_of([token]).replace(" ", _SPACE)
-    piece = Text(text if text.strip("\ufffd") and cell_len(text) else f"<{token}>")
-    piece.truncate(_PIECE_WIDTH, overflow="ellipsis")
-    return piece.plain
+    return text if text.strip("\ufffd") and cell_len(text) else f"<{token}>"
 
 
 _CONTEXT = 30  # tokens shown before a step
@@ -211,20 +196,16 @@ def drawn(
         prompt: the prompt's tokens.
         text_of: makes the text of tokens.
     """
-    from ..drafting.heads import HEAD
-
-    before, shown = list(prompt), steps[first : first + count]
-    for number, step in enumerate(steps[: first + count], start=1):
-        if number > first:
-            yield Text(f"\nStep {number} of {len(steps)}", "bold")
+    before = list(prompt)
+    for number, step in enumerate(steps[: first + count]):
+        if number >= first:
+            yield Text(f"\nStep {number + 1} of {len(steps)}", "bold")
             yield from _step(step, before, text_of)
         before.extend(step.verified.tokens)
     yield ""
     yield Text("  ").join(Text(f"{sign} {fate}", style) for fate, (sign, style) in _FATES.items())
     signs = f"{_SPACE} space  {_NEWLINE} newline  {_TAB} tab"
     yield Text(f"{signs}  → the target's next choice", "dim")
-    if any(HEAD in step.origins for step in shown):
-        yield Text(f"({HEAD}) was drafted by the trained head, from the target's states.", "dim")
 
 
 def _step(step: RecordedStep, before: list[int], text_of: TextOf) -> Iterator[RenderableType]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.filesize import decimal
 
 from ..errors import OptionError
 from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
 from .common.notes import say
 from .common.options import ADAPTERS, NAME, command, option
-from .common.output import print_rows, size_in_words, write_json
+from .common.output import print_rows, write_json
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from ..models.heads.loading import HeadFiles
 
 _DRAFTS = {
     "tree": "trees: several continuations are verified in one forward",
@@ -48,72 +47,50 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
     tests how several sequences can share a forward, in which each must get the same result as
     alone, and whether the result of a prompt depends on its chunks.
     """
-    from ..models.heads import named_kind
-    from ..models.heads.loading import find_head, head_directory, own_head
+    from ..engine.costs import model_identity
+    from ..models.heads import named_kind, sizes_needed
+    from ..models.heads.loading import find_head, head_directory, load_lazily, own_head
     from ..models.model import load
     from ..models.model_files import find_directory, read_config
 
     model = needed_model(model)
     directory = find_directory(model, None, weights=())
-    if named_kind(read_config(directory)):
-        if adapter_path is not None:
-            raise OptionError(f"--adapter-path {adapter_path}: a trained head takes no adapters")
-        report = _head_report(find_head(head_directory(model)))
-        rows = _head_rows(report)
-    else:
-        report = _report(load(model, adapter_path=adapter_path)[0])
+    if not named_kind(read_config(directory)):
         own = own_head(directory)
-        report["head"] = None if own is None else _where(own, directory)
-        rows = _rows(report)
+        examined, _ = load(model, adapter_path=adapter_path)
+        report = _model_report(examined)
+    elif adapter_path is not None:
+        raise OptionError(f"--adapter-path {adapter_path}: a trained head takes no adapters")
+    else:
+        own = find_head(head_directory(model))
+        examined = load_lazily(own)
+        target = {"families": list(own.kind.families), **sizes_needed(own.config)}
+        report = {"most": examined.most, "target": target}
+    identity = model_identity(examined)
+    # The average in memory: on the CPU, weights and scales in half precision become float32.
+    report |= {key: identity[key] for key in ("type", "parameters", "bits_per_weight")}
+    report["head"] = own and {
+        "kind": own.kind.title,
+        "files": [path.relative_to(directory).as_posix() for path in own.files],
+        "bytes": sum(tensor.nbytes for tensor in own.tensors().values()),
+    }
     if as_json:
         write_json(report, indent=2)
-        return
-    say(model)
-    print_rows(*rows)
+    else:
+        say(model)
+        print_rows(*_rows(report))
 
 
-def _where(found: HeadFiles, directory: Path) -> dict[str, Any]:
-    """A head's kind, its files in the model's folder, and the size of its tensors."""
-    files = [path.relative_to(directory).as_posix() for path in found.files]
-    return {"kind": found.kind.title, "files": files, "bytes": found.nbytes}
-
-
-def _head_report(found: HeadFiles) -> dict[str, Any]:
-    """Examine a head. ``bits_per_weight`` is the average in its files, including scales."""
-    from mlx_lm.utils import compute_bits_per_weight, get_total_parameters
-
-    from ..models.heads.loading import load_lazily
-
-    head, _ = load_lazily(found)
-    return {
-        "head": _where(found, found.directory),
-        "parameters": get_total_parameters(head),
-        "bits_per_weight": round(compute_bits_per_weight(head), 2),
-        "quantisation": _quantised_layers(head),
-        "most": head.most,
-        "reads": len(head.reads),  # which ones may depend on the target
-        "target": {"families": list(found.kind.families), **found.needs},
-    }
-
-
-def _report(model: nn.Module) -> dict[str, Any]:
-    """Examine a model with about two hundred small forwards.
-
-    ``bits_per_weight`` is the average in memory, including scales. On the CPU it exceeds the
-    checkpoint's, since weights and scales in half precision become float32.
-    """
+def _model_report(model: nn.Module) -> dict[str, Any]:
+    """Examine a model with about two hundred small forwards."""
     from ..engine.capability import examine, examine_joint
-    from ..engine.costs import machine_identity, model_identity
+    from ..engine.costs import machine_identity
     from ..engine.model_sizes import cache_kinds, context_length
     from ..engine.target import vocabulary_size
 
-    identity, (capability, reason) = model_identity(model), examine(model)
+    capability, reason = examine(model)
     joint, joint_reason = examine_joint(model, capability)
     return {
-        "type": identity["type"],
-        "parameters": identity["parameters"],
-        "bits_per_weight": identity["bits_per_weight"],
-        "quantisation": _quantised_layers(model),
         "layers": len(model.layers),
         "vocabulary": vocabulary_size(model),
         "context": context_length(model),
@@ -126,72 +103,43 @@ def _report(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _quantised_layers(model: nn.Module) -> list[dict[str, int]]:
-    """The number of layers for each pair of bits and group size, the most frequent first."""
-    found = Counter(
-        (module.bits, module.group_size)
-        for module in model.modules()
-        if hasattr(module, "bits") and hasattr(module, "group_size")
-    )
-    return [
-        {"bits": bits, "group_size": size, "layers": count}
-        for (bits, size), count in found.most_common()
-    ]
-
-
-def _quantisation(report: dict[str, Any]) -> str:
-    quantised = [
-        f"{kind['layers']} layers with {kind['bits']} bits in groups of {kind['group_size']}"
-        for kind in report["quantisation"]
-    ]
-    return ", ".join(quantised) or "none"
-
-
 def _rows(report: dict[str, Any]) -> list[tuple[str, object]]:
-    context, head = report["context"], report["head"]
-    size = f"{report['parameters'] / 1e6:,.1f} M, {report['bits_per_weight']} bits each in memory"
-    plain = report["tier"] == "plain"
+    """The report of a model, or of a head alone, for people."""
+    head, target = report["head"], report.get("target")
     rows: list[tuple[str, object]] = [
+        ("head", f"{head['kind']}, {decimal(head['bytes'])}" if head else "none"),
+        ("parameters", f"{report['parameters']:,}"),
+        ("bits each", f"{report['bits_per_weight']} in memory"),
+    ]
+    if target:
+        families = " or ".join(target["families"]) or "any architecture"
+        needs = [f"{target[name]:,} {words}" for name, words in _SIZES.items() if name in target]
+        drafts = f"up to {report['most']} tokens"
+        return [*rows, ("drafts", drafts), ("target", ", ".join([families, *needs]))]
+    context, plain = report["context"], report["tier"] == "plain"
+    return [
         ("architecture", f"{report['type']}, {report['layers']} layers"),
-        ("parameters", size),
-        ("quantisation", _quantisation(report)),
+        *rows,
         ("vocabulary", f"{report['vocabulary']:,} tokens"),
         ("context", f"{context:,} tokens" if context else "no limit in config.json"),
-        *(("" if row else "cache", _holds(kind)) for row, kind in enumerate(report["caches"])),
+        *(("cache", _cache(kind)) for kind in report["caches"]),
         ("drafts", _DRAFTS[report["tier"]]),
         ("why", report["reason"]),
         ("sequences", f"{report['joint']}: {report['joint_reason']}"),
         ("prompts", "in mlx-lm's chunks and never shared" if plain else "in chunks of any size"),
-        ("head", f"{head['kind']}, {size_in_words(head['bytes'])}" if head else "none"),
-    ]
-    if report["blas"]:  # on Linux's CPU back end it decides what rows cost
-        rows.append(("BLAS", report["blas"]))
-    return rows
-
-
-def _head_rows(report: dict[str, Any]) -> list[tuple[str, object]]:
-    head, target, reads = report["head"], report["target"], report["reads"]
-    size = f"{report['parameters'] / 1e6:,.1f} M, {report['bits_per_weight']} bits each"
-    families = " or ".join(target["families"]) or "any architecture"
-    needs = [f"{target[name]:,} {words}" for name, words in _SIZES.items() if name in target]
-    return [
-        ("head", f"{head['kind']}, drafts up to {report['most']} tokens"),
-        ("parameters", size),
-        ("quantisation", _quantisation(report)),
-        ("reads", f"the outputs of {reads} layers" if reads else "the states after the final norm"),
-        ("target", ", ".join([families, *needs])),
+        # On Linux's CPU back end it decides what rows cost.
+        *([("BLAS", report["blas"])] if report["blas"] else []),
     ]
 
 
-def _holds(kind: dict[str, Any]) -> str:
+def _cache(kind: dict[str, Any]) -> str:
     """The number of caches of a kind, and what each one holds."""
     positions, each = kind["positions"], kind["bytes_per_position"]
     if kind["state_bytes"] is not None:
-        holds = f"state, {size_in_words(kind['state_bytes'])} however long the context"
+        holds = f"state, {decimal(kind['state_bytes'])} however long the context"
     elif each is None:
         holds = "an unknown kind"
-    elif positions is None:
-        holds = f"all positions, {size_in_words(each)} each"
     else:
-        holds = f"the latest {positions:,} positions, {size_in_words(positions * each)} at most"
+        span = "all positions" if positions is None else f"the latest {positions:,} positions"
+        holds = f"{span}, {decimal(each)} each"
     return f"{kind['count']} × {kind['name']}: {holds}"

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from operator import itemgetter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.filesize import decimal
 
 from ..errors import FileError, LoadError, OptionError
-from ..files import check_writable, replaced
 from .common.model_choice import MODEL
 from .common.notes import note, say
-from .common.options import FILE, group, option
-from .common.output import (
-    confirm,
-    counted,
-    json_text,
-    print_rows,
-    size_in_words,
-    write_json,
-)
+from .common.options import group, option
+from .common.output import confirm, counted, print_rows, write_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,14 +39,13 @@ _model_option = option(
 
 
 class Memories:
-    """One memory for each tokenizer of a command, until the end of the ``with`` block.
+    """The memories that keep a command's answers, until the end of the ``with`` block.
 
-    At the end the answers are on disk, and are sorted. If an error or Ctrl-C ends the block or the
-    sorting, the next run sorts them.
+    Models of one tokenizer share one. At the end the answers are on disk, and are sorted. If an
+    error ends the block, the next run sorts them.
 
     Args:
         keeps: False ignores the kept answers, whatever the user's settings say.
-        shared: whether several models are loaded, which may share a tokenizer.
 
     Attributes:
         keeps: as given.
@@ -65,18 +55,16 @@ class Memories:
         FileError: the user's settings cannot be read.
     """
 
-    def __init__(self, keeps: bool = True, shared: bool = False) -> None:
+    def __init__(self, keeps: bool = True) -> None:
         from ..corpus.answers import SWITCH, Settings, settings_in_force
 
         self.keeps = keeps
         self._settings = settings_in_force() if keeps else Settings()
         self._undecided = keeps and not os.environ.get(SWITCH)
-        self._needs_identity = shared or self._settings.keeps_some
         self._memories: dict[bytes, Memory] = {}
-        self._users: Counter[bytes] = Counter()
 
     def of(self, tokenizer: Any, model: str = "") -> Memory | None:
-        """The memory for a tokenizer; None if a decoder's own memory is enough.
+        """The memory for a tokenizer; None if its answers are not kept.
 
         Args:
             tokenizer: a model's tokenizer.
@@ -85,29 +73,19 @@ class Memories:
         from ..corpus.answers import KeptAnswers, identify, memory_directory
         from ..corpus.memory import Memory
 
-        if not self._needs_identity:
+        if not self._settings.keeps_some:  # identifying a tokenizer takes a tenth of a second
             return None
-        identity = identify(tokenizer)
+        identity, most = identify(tokenizer), self._settings.max_tokens
+        if not self._settings.keeps(identity):
+            return None
         if identity.fingerprint not in self._memories:
-            kept = None
-            if self._settings.keeps(identity):
-                most, name = self._settings.max_tokens, _absolute(model)
-                try:
-                    kept = KeptAnswers(memory_directory(), identity, name, most)
-                except FileError as error:
-                    note(f"{error}; answers are remembered only until this command ends")
+            try:
+                kept = KeptAnswers(memory_directory(), identity, _absolute(model), most)
+            except FileError as error:
+                note(f"{error}; answers are remembered only until this command ends")
+                return None
             self._memories[identity.fingerprint] = Memory(kept=kept, on_trouble=note)
-        self._users[identity.fingerprint] += 1
         return self._memories[identity.fingerprint]
-
-    def close(self, memory: Memory | None) -> None:
-        """Close a memory of :meth:`of`, unless another model uses it; others stay as they are."""
-        for key, own in [*self._memories.items()]:
-            if own is memory:
-                self._users[key] -= 1
-                if not self._users[key]:
-                    del self._memories[key]
-                    own.close(patience=0)
 
     def suggest_once(self) -> None:
         """Suggest at a terminal to keep answers, once per user.
@@ -129,11 +107,7 @@ class Memories:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for memory in self._memories.values():
-            if memory.kept:
-                try:
-                    memory.close(patience=None if kind is None else 0)
-                except KeyboardInterrupt:
-                    memory.close(patience=0)
+            memory.close(patience=None if kind is None else 0)
 
 
 def _absolute(model: str) -> str:
@@ -154,7 +128,7 @@ def memory_command() -> None:
       mlxspec memory show
       mlxspec memory forget --since 2h
       mlxspec memory forget --matching "Jane Doe"
-      mlxspec memory export -o answers.jsonl
+      mlxspec memory export > answers.jsonl
 
     Once the memory is on, generate, chat, serve and run keep the models' answers and draft from
     them. Prompts are not kept. The answers never leave this machine, and only you can read them.
@@ -192,26 +166,23 @@ def _switch(model: str | None, keeps: bool, max_tokens: int | None = None) -> No
     """Turn the memory on or off, for one tokenizer or all, and print what that means."""
     from ..corpus import answers as corpus
 
-    directory, tokenizer, identity = corpus.memory_directory(), _tokenizer_of(model), None
-    settings = corpus.load_settings()
+    tokenizer, settings = _tokenizer_of(model), corpus.load_settings()
     settings = replace(settings, max_tokens=max_tokens or settings.max_tokens)
     if tokenizer is None:
         settings = replace(settings, everything=keeps, tokenizers=frozenset())
     else:
-        identity = corpus.identify(tokenizer)
-        settings = settings.with_tokenizer(identity, keeps)
-        if keeps:
-            corpus.KeptAnswers(directory, identity, _absolute(str(model))).close()
+        settings = settings.with_tokenizer(corpus.identify(tokenizer), keeps)
     corpus.save_settings(settings)
     if switch := os.environ.get(corpus.SWITCH):
         note(f"{corpus.SWITCH} is {switch!r} here and overrides this")
+    which = "every tokenizer" if tokenizer is None else corpus.identify(tokenizer)
+    directory = corpus.memory_directory()
     if keeps:
-        up_to = counted(settings.max_tokens, "token") + ("" if identity else " each")
-        say(f"Answers are kept from now on, for {identity or 'every tokenizer'}, up to {up_to}.")
+        up_to = counted(settings.max_tokens, "token")
+        say(f"Answers are kept from now on, for {which}, up to {up_to} per tokenizer.")
         say(f"They are in {directory}; only you can read them.")
-        return
-    say(f"No answers are kept from now on, for {identity or 'any tokenizer'}.")
-    if any(one.count()["texts"] for one in _kept(tokenizer)):
+    else:
+        say(f"No answers are kept from now on, for {which}.")
         say(f"Kept answers stay in {directory}: mlxspec memory forget --all removes them.")
 
 
@@ -249,8 +220,9 @@ def show_command(model: str | None, as_json: bool) -> None:
     if as_json:
         write_json(report, indent=2)
         return
+    exceptions = ", except for some tokenizers" if settings.tokenizers else ""
     print_rows(
-        ("memory", _on_or_off(settings.everything, bool(settings.tokenizers))),
+        ("memory", _ON[settings.everything] + exceptions),
         ("keeps", f"{counted(settings.max_tokens, 'token')} at most"),
         ("in", memory_directory()),
         ("learned", f"which drafts are right for {counted(len(taught), 'model')}; no text"),
@@ -261,50 +233,43 @@ def show_command(model: str | None, as_json: bool) -> None:
         click.echo()
         print_rows(
             ("tokenizer", one.identity),
-            ("memory", _on_or_off(held["on"])),
-            ("holds", f"{answers}, {tokens}, {size_in_words(held['bytes'])}"),
+            ("memory", _ON[held["on"]]),
+            ("holds", f"{answers}, {tokens}, {decimal(held['bytes'])}"),
             *((name, _at(held[name])) for name in ("oldest", "newest") if held[name] is not None),
             ("earned", _earned(held["earned"])),
         )
 
 
-def _on_or_off(on: bool, exceptions: bool = False) -> str:
-    return ("on" if on else "off") + ", except for some tokenizers" * exceptions
+_ON = {True: "on", False: "off"}
 
 
 @memory_command.command("forget")
 @option("--since WHEN", "Answers that ended since WHEN: 2h, 3d, 2026-11-23, 2026-11-23T14:30.")
-@option("--before WHEN", "Answers that ended before WHEN.")
 @option("--matching TEXT", "Answers that contain TEXT, in upper or lower case.")
 @option("--all", "All answers, and what was learned about drafts.", "everything")
 @_model_option
 @option("-y --yes", "Forget without asking.")
 def forget_command(
-    since: str | None,
-    before: str | None,
-    matching: str | None,
-    everything: bool,
-    model: str | None,
-    yes: bool,
+    since: str | None, matching: str | None, everything: bool, model: str | None, yes: bool
 ) -> None:
     """Forget answers, wherever they are kept.
 
-    An answer is forgotten, with its figures, if all given options apply to it: --since, --before
-    and --matching. Running processes forget it, too. Damaged files are always removed.
+    With --since and --matching, an answer is forgotten, with its figures, if both apply to it.
+    Running processes forget it, too. Damaged files are always removed.
     """
     if matching is not None and not matching.strip():
         raise OptionError("--matching is empty: give a text, or use --all")
-    first, last = _when("--since", since), _when("--before", before)
-    if everything == ((first, last, matching) != (None, None, None)):
-        raise OptionError(
-            "choose what to forget: give --all, or any of --since, --before and --matching"
-        )
+    if everything == (since is not None or matching is not None):
+        raise OptionError("choose what to forget: give --all, or any of --since and --matching")
     from ..drafting.kept import kept_experience
 
-    tokenizer = _tokenizer_of(model)
+    first, tokenizer = 0.0 if since is None else _time(since), _tokenizer_of(model)
     found: list[tuple[KeptAnswers, list[int]]] = []
     for kept in _kept(tokenizer):
-        chosen = _chosen(kept, tokenizer, matching, first or 0, last or math.inf)
+        chosen = [one for one in kept.read() if first <= one[2]]
+        if matching is not None:
+            decode, text = _decoder(kept, tokenizer), matching.casefold()
+            chosen = [one for one in chosen if text in decode(one[1]).casefold()]
         if chosen:
             times = [ended for _, _, ended in chosen]
             between = f"{_at(min(times))} to {_at(max(times))}"
@@ -319,49 +284,26 @@ def forget_command(
         path.unlink(missing_ok=True)
     if taught:
         say(f"Forgot which drafts were right for {counted(len(taught), 'model')}.")
-    if found or not taught:
-        say(f"Forgot {counted(sum(len(rows) for _, rows in found), 'answer')}.")
-
-
-def _chosen(
-    kept: KeptAnswers, tokenizer: Any, matching: str | None, first: float, last: float
-) -> list[tuple[int, np.ndarray, int]]:
-    """The answers that contain a text and ended from ``first`` on and before ``last``."""
-    within = (one for one in kept.read() if first <= one[2] < last)
-    if matching is None:
-        return [*within]
-    decode, text = _decoder(kept, tokenizer), matching.casefold()
-    return [one for one in within if text in decode(one[1]).casefold()]
+    say(f"Forgot {counted(sum(len(rows) for _, rows in found), 'answer')}.")
 
 
 @memory_command.command("export")
 @_model_option
-@option("-o --output FILE", "Write to FILE instead of standard output.", type=FILE)
-@option("--force", "Replace an existing file.", needs=("--output",))
-def export_command(model: str | None, output: Path | None, force: bool) -> None:
-    """Write the answers as a chat log, the oldest first.
+def export_command(model: str | None) -> None:
+    """Write the answers to standard output as a chat log, the oldest first.
 
     A line is {"messages": [{"role": "assistant", "content": "..."}], "created": SECONDS}. In a file
     *.jsonl, 'mlxspec store build' and 'mlxspec replay' can read it.
     """
-    if output is not None:
-        check_writable(output)
-        if output.exists() and not force:
-            raise OptionError(f"--output {output}: exists; name another file, or add --force")
     tokenizer = _tokenizer_of(model)
     kept = [one for one in _kept(tokenizer) if one.count()["texts"]]
     if not kept:
         raise OptionError("no answers are kept: to keep them from now on, run mlxspec memory on")
     decoders = [_decoder(one, tokenizer) for one in kept]  # all, before the first line
-    number = 0
-    with replaced(output) if output else nullcontext(sys.stdout.buffer) as file:
-        for one, decode in zip(kept, decoders, strict=True):
-            for _, tokens, ended in sorted(one.read(), key=itemgetter(2)):
-                messages = [{"role": "assistant", "content": decode(tokens)}]
-                file.write(json_text({"messages": messages, "created": ended}).encode() + b"\n")
-                number += 1
-    if output:
-        say(f"Wrote {output}: {counted(number, 'answer')}.")
+    for one, decode in zip(kept, decoders, strict=True):
+        for _, tokens, ended in sorted(one.read(), key=itemgetter(2)):
+            message = {"role": "assistant", "content": decode(tokens)}
+            write_json({"messages": [message], "created": ended})
 
 
 def _kept(tokenizer: Any) -> list[KeptAnswers]:
@@ -418,21 +360,19 @@ def _decoder(kept: KeptAnswers, tokenizer: Any) -> Callable[[np.ndarray], str]:
 _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
-def _when(option: str, text: str | None) -> float | None:
-    """Parse a time; returns seconds since 1970.
+def _time(text: str) -> float:
+    """Parse the time of ``--since``; returns seconds since 1970.
 
     Raises:
         OptionError: it is not a time.
     """
-    if text is None:
-        return None
     try:
         if ago := re.fullmatch(r"([0-9]+)([mhdw])", text):
             return time.time() - timedelta(**{_UNITS[ago[2]]: int(ago[1])}).total_seconds()
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):
         raise OptionError(
-            f"{option} is {text!r}: write it as 30m, 2h, 3d, 2026-11-23 or 2026-11-23T14:30"
+            f"--since is {text!r}: write it as 30m, 2h, 3d, 2026-11-23 or 2026-11-23T14:30"
         ) from None
 
 

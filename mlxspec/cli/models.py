@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
+from rich.filesize import decimal
 
 from ..models.model_files import DEMO, DEMO_DIRECTORY, local_path
+from ..terminal import one_line
 from .common.model_choice import DIRECTORY, SMALL_MODEL, model_or_default
 from .common.options import command, option
-from .common.output import folding_table, print_tables, shown, size_in_words, write_json
+from .common.output import folding_table, print_tables, write_json
 from .settings import load_aliases
 
 _RESERVE = 1.1  # memory for weights, caches and a forward, relative to the weights
@@ -45,16 +47,12 @@ def models_command(as_json: bool) -> None:
 
 def _found(memory: int, default: str) -> Iterator[dict[str, Any]]:
     """The entries of ``--json``, the default model first."""
-    import mlx.core as mx
-
     from ..models.on_machine import model_files
 
-    widens = mx.default_device().type == mx.cpu
     aliases = load_aliases()
     directories = _directories([default, *aliases.values()])
     for name in sorted(directories, key=lambda name: (name != default, name == DEMO)):
         files = model_files(directories[name])
-        takes = files.weight_bytes + (files.half_bytes if widens else 0)
         usable = not files.trouble
         yield {
             "name": name,
@@ -66,8 +64,8 @@ def _found(memory: int, default: str) -> Iterator[dict[str, Any]]:
             "architecture": files.architecture or None,
             "weights": files.weights or None,
             "bytes": files.nbytes,
-            "memory_bytes": takes or None,
-            "fits": usable and takes * _RESERVE <= memory,
+            "memory_bytes": files.memory_bytes or None,
+            "fits": usable and files.memory_bytes * _RESERVE <= memory,
         }
 
 
@@ -77,11 +75,11 @@ def _directories(named: list[str]) -> dict[str, Path]:
     Args:
         named: models that the user has named; directories among them are added.
     """
-    from ..models.on_machine import cached_repositories, lm_studio_folders, models_in
+    from ..models.on_machine import cached_repositories, lm_studio_folder, models_in
 
     found = dict(cached_repositories())
     found[DEMO] = DEMO_DIRECTORY
-    of_lm_studio = [str(path) for folder in lm_studio_folders() for _, path in models_in(folder)]
+    of_lm_studio = [str(path) for _, path in models_in(lm_studio_folder())]
     for name in [*named, DIRECTORY, *of_lm_studio]:
         directory = local_path(name)
         known = {path.resolve() for path in found.values()}
@@ -95,14 +93,14 @@ def _tables(models: list[dict[str, Any]], memory: int, default: str) -> Iterator
     usable = [one for one in models if one["usable"]]
     for one in usable:
         fits, takes = "yes" if one["fits"] else "no", _size(one["memory_bytes"] or 0)
-        table.add_row(shown(one["name"]), shown(one["weights"] or ""), takes, fits)
+        table.add_row(one_line(one["name"]), one_line(one["weights"] or ""), takes, fits)
     yield table
-    yield f"MLX may take {_size(memory)} here; the default model is {shown(default)}"
+    yield f"MLX may take {_size(memory)} here; the default model is {one_line(default)}"
     for one in models:
-        yield from (shown(f"{alias} stands for {one['name']}") for alias in one["aliases"])
+        yield from (one_line(f"{alias} stands for {one['name']}") for alias in one["aliases"])
         if not one["usable"]:
             size = _size(one["bytes"])
-            yield shown(f"{one['name']}, {size}, cannot be run: {one['reason']}")
+            yield one_line(f"{one['name']}, {size}, cannot be run: {one['reason']}")
     if [one["name"] for one in usable] == [DEMO]:
         yield (
             "\nA model from the Hugging Face Hub is downloaded when you first name it: "
@@ -111,4 +109,4 @@ def _tables(models: list[dict[str, Any]], memory: int, default: str) -> Iterator
 
 
 def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else size_in_words(nbytes)
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else decimal(nbytes)

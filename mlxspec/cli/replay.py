@@ -9,29 +9,26 @@ from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 
-from ..errors import OptionError
+from ..terminal import one_line
 from .common.model_choice import MODEL
 from .common.options import (
     COUNT,
     DRAFTER,
     FILE,
     argument,
-    check_one,
     command,
     names_completed,
     option_field,
     options_of,
 )
-from .common.output import ProgressBar, ReportOptions, folding_table, ratio, shown
+from .common.output import ProgressBar, ReportOptions, folding_table, ratio
 
 if TYPE_CHECKING:
     from ..bench.policies import ReplayPolicy
-    from ..bench.replay import Comparison, Report
+    from ..bench.replay import Comparison
     from ..drafting.chips import Chip
 
 _ALL = "all"
-_OWN = "own curve"
-_USUAL_CHIP = ("M4 Pro",)
 
 
 def _decoder_names() -> Iterator[str]:
@@ -53,11 +50,11 @@ class ReplayOptions:
     chips: tuple[str, ...] = option_field(
         "--chip NAME",
         "A chip with a known cost curve, such as 'M3 Max', or 'all'; repeatable.  [default: M4 "
-        "Pro]",
+        "Pro, or the --curve]",
         default=(),
     )
     curve: Path | None = option_field(  # noqa: RUF009
-        "--curve FILE", "Instead of a chip's, a cost curve written by 'mlxspec calibrate --json'."
+        "--curve FILE", "A cost curve written by 'mlxspec calibrate --json'."
     )
     limit: int = option_field(
         "--limit N",
@@ -89,10 +86,10 @@ class ReplayOptions:
     )
     memory: str | None = option_field(
         "--memory N[,N...]",
-        "Compare the default decoder with memories of earlier outputs of these sizes, and without "
-        "one. A size is in tokens, with k for 1,024 and M for 1,048,576 (1M is usual), or 'all'. "
-        "One memory sees all TRACES, category by category, in the order of the files, without the "
-        "outputs that --limit leaves out.",
+        "Also replay the default decoder with memories of earlier outputs of these sizes: tokens, "
+        "with k for 1,024 and M for 1,048,576 (1M is usual), or 'all'. One memory sees all "
+        "TRACES, category by category, in the order of the files, without the outputs that "
+        "--limit leaves out.",
     )
 
 
@@ -131,8 +128,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     from ..bench.replay import compare
     from ..models.tokenizer import load_tokenizer_of, vocabulary_classes
 
-    check_one(chip=asked.chips or None, curve=asked.curve)
-    policies, sizes = _policies(asked)
+    policies = _policies(asked)
     chips = _chips(asked.chips, asked.curve)
     shows.check()
     tokenizer = load_tokenizer_of(asked.tokenizer)
@@ -141,39 +137,36 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     work = completions, vocabulary_classes(tokenizer), policies, curves, asked.concurrency
     with ProgressBar("Replaying") as on_progress:
         comparison = compare(*work, on_progress)
-    report = _report(asked, sizes, comparison, chips)
-    shows.show_tables(report, lambda: _tables(comparison, chips, asked.concurrency))
+    entries = [
+        {"chip": chip, "estimated_rows": [*chips[chip].estimated], "decoder": name, **report}
+        for chip, reports in comparison.items()
+        for name, report in reports.items()
+    ]
+    shows.show_tables(
+        {**entries[0], "comparison": entries},
+        lambda: _tables(comparison, chips, asked.concurrency),
+    )
 
 
-def _policies(asked: ReplayOptions) -> tuple[dict[str, ReplayPolicy], dict[str, int | None]]:
-    """The requested decoders, drafter and head, or the default decoder with the memories.
-
-    Returns:
-        the policies, and the sizes of the memories, both by name.
+def _policies(asked: ReplayOptions) -> dict[str, ReplayPolicy]:
+    """The requested decoders, drafter, head and memories.
 
     Raises:
-        OptionError: a decoder, size or curve is unknown, or options contradict each other.
+        OptionError: a decoder, size or curve is unknown.
     """
     from ..bench.heads import parse_head_curve, policies_with_head
-    from ..bench.policies import AUTO, POLICIES, planned, policies_with
+    from ..bench.policies import POLICIES, policies_with, policies_with_memory
     from ..bench.prompts import chosen
-    from ..bench.replay import memory_sizes
     from ..drafting.drafter import load_drafter
 
-    if asked.memory is not None:
-        if asked.drafter or asked.head_curve or asked.decoders != AUTO:
-            raise OptionError(
-                "--memory compares the default decoder with itself: leave out --decoder, "
-                "--drafter and --head-curve"
-            )
-        sizes = memory_sizes(asked.memory)
-        return {name: planned(size) for name, size in sizes.items()}, sizes
     policies = chosen(asked.decoders, POLICIES)
     if asked.drafter is not None:
         policies |= policies_with(load_drafter(asked.drafter))
     if asked.head_curve is not None:
         policies |= policies_with_head(*parse_head_curve(asked.head_curve))
-    return policies, {}
+    if asked.memory is not None:
+        policies |= policies_with_memory(asked.memory)
+    return policies
 
 
 def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
@@ -181,34 +174,10 @@ def _chips(names: tuple[str, ...], file: Path | None) -> dict[str, Chip]:
     from ..bench.replay import read_curve
     from ..drafting.chips import Chip, chip_names, known_chip
 
+    chips = [*map(known_chip, chip_names() if _ALL in names else names)]
     if file:
-        return {_OWN: Chip(_OWN, read_curve(file), "measured on the user's machine")}
-    chips = map(known_chip, chip_names() if _ALL in names else names or _USUAL_CHIP)
-    return {chip.name: chip for chip in chips}
-
-
-def _report(
-    asked: ReplayOptions,
-    sizes: Mapping[str, int | None],
-    comparison: Comparison,
-    chips: Mapping[str, Chip],
-) -> Report:
-    """The figures of the first policy on the first chip, and all figures as ``comparison``."""
-    common: Report = {"concurrency": asked.concurrency}
-    if asked.head_curve is not None:
-        common["head_curve"] = asked.head_curve
-    entries = []
-    for chip, reports in comparison.items():
-        for name, report in reports.items():
-            entry: Report = {
-                "chip": chip,
-                "estimated_rows": [*chips[chip].estimated],
-                "decoder": name,
-            }
-            if name in sizes:
-                entry |= {"decoder": "auto", "memory_tokens": sizes[name]}
-            entries.append(entry | common | report)
-    return {**entries[0], "comparison": entries}
+        chips.append(Chip("own curve", read_curve(file), "measured on the user's machine"))
+    return {chip.name: chip for chip in chips or [known_chip("M4 Pro")]}
 
 
 def _tables(
@@ -219,7 +188,7 @@ def _tables(
     for chip, reports in comparison.items():
         at_once = f", {several} outputs at once" if several > 1 else ""
         estimates = f" ({chips[chip].about})" if chips[chip].about else ""
-        yield shown(f"Modelled on: {chip}{at_once}{estimates}")
+        yield one_line(f"Modelled on: {chip}{at_once}{estimates}")
         first = next(iter(reports.values()))
         if "sets" in first:
             caption = "speed against plain decoding"
@@ -227,7 +196,7 @@ def _tables(
             for name, figures in first["sets"].items():
                 speeds = [ratio(report["sets"][name]["speedup"]) for report in reports.values()]
                 counts = str(figures["completions"]), f"{figures['tokens']:,}"
-                sets.add_row(shown(name), *counts, *speeds)
+                sets.add_row(one_line(name), *counts, *speeds)
             yield sets
         names = [name for name, value in first.items() if isinstance(value, float)]
         columns = (name.replace("_", " ") for name in names)
@@ -235,7 +204,7 @@ def _tables(
         for decoder, report in reports.items():
             table.add_row(decoder, *(f"{report[name]:.3g}" for name in names))
         yield table
-    yield from map(shown, verdict(comparison))
+    yield from map(one_line, verdict(comparison))
 
 
 _ALONE = (

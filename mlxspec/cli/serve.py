@@ -31,6 +31,7 @@ from ..errors import OptionError, printable
 from ..files import is_ours_alone
 from ..models.model_files import local_path
 from ..process import give_back_large_blocks
+from ..terminal import one_line
 from .common.generation import API_KEY, DraftingOptions, Generation
 from .common.model_choice import (
     DIRECTORY,
@@ -50,7 +51,7 @@ from .common.options import (
     option_field,
     options_of,
 )
-from .common.output import counted, error_console, shown
+from .common.output import counted, error_console
 from .common.prompt import template_option
 from .memory import Memories
 from .settings import load_aliases
@@ -230,7 +231,7 @@ def checked(
     for one in options.available:
         if one != ALL and not local_path(one).is_dir():
             raise OptionError(
-                f"--models {shown(one)}: no such directory; name one with models, or all"
+                f"--models {one_line(one)}: no such directory; name one with models, or all"
             )
     keys = _keys(options.api_key_file, key)
     return keys, _hosts(options.host, options.allowed_hosts, keys)
@@ -304,8 +305,7 @@ def _run(
 
         # With several keys, kept answers would show others what has been written.
         keeps = not named.drafting.no_memory and len(keys) < 2
-        several = len(names) > 1 or bool(options.available)
-        memories = serving.enter_context(Memories(keeps, several))
+        memories = serving.enter_context(Memories(keeps))
         if options.cache_dir:
             serving.callback(os.close, _locked(options.cache_dir))
         quiet, color = options.quiet, not console.no_color
@@ -319,7 +319,7 @@ def _run(
         )
         loader = _Loader(named, options, memories, worker.memory, template, keys, leader)
         entries = loader.entries(names)
-        found = loader.find, loader.close
+        found = loader.find, loader.save
         default = None if entries else default_model()
         catalog = Catalog(worker, loader.load, entries, *found, default=default, log=log)
         # SIGTERM acts like Ctrl-C.
@@ -359,7 +359,7 @@ def _keys(file: Path | None, other: str) -> list[str]:
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file else []
     keys = [*dict.fromkeys(key for line in [*lines, other] if (key := line.strip()))]
     if file and not keys:
-        raise OptionError(f"--api-key-file {shown(str(file))} has no key: write one per line")
+        raise OptionError(f"--api-key-file {one_line(str(file))} has no key: write one per line")
     if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
         raise OptionError("a key has spaces or characters outside ASCII: choose another key")
     return keys
@@ -375,7 +375,7 @@ def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | N
 
     for name in allowed:
         if name != host_name(name):
-            raise OptionError(f"--allowed-host {shown(name)}: give the name without a port")
+            raise OptionError(f"--allowed-host {one_line(name)}: give the name without a port")
     if is_loopback(host):
         return {"localhost", "127.0.0.1", "[::1]", bracketed(host), *allowed}
     if not keys:
@@ -446,20 +446,14 @@ class _Loader:
         self._left_out: set[Path] = set()
 
     def entries(self, names: Sequence[str | None]) -> list[Entry]:
-        """The models to load at the start, which stay, unless --keep-alive is given.
-
-        Raises:
-            OptionError: a model is named twice.
-        """
+        """The models to load at the start, which stay, unless --keep-alive is given."""
         from ..models.model_files import given_name
         from ..server.catalog import Entry
 
-        self._paths = [model_or_default(name) for name in names]
+        self._paths = [*dict.fromkeys(map(model_or_default, names))]
         given = [given_name(path) for path in self._paths]
         entries = []
         for name, path in zip(given, self._paths, strict=True):
-            if self._paths.count(path) > 1:
-                raise OptionError(f"{path} is named twice: name it once")
             # The last part of a directory's path, unless another one has the same.
             name = name if name and given.count(name) == 1 else path
             others = _other_names(name, path)
@@ -468,8 +462,6 @@ class _Loader:
 
     def find(self) -> list[Entry]:
         """The models that can be loaded later; of two with the same name the first one."""
-        import mlx.core as mx
-
         from ..engine.model_sizes import stated_context_length
         from ..models.model_files import read_config
         from ..models.on_machine import model_files
@@ -487,13 +479,12 @@ class _Loader:
                     # Once; of all models on this machine, 'mlxspec models' says it.
                     if source != ALL and directory not in self._left_out:
                         self._left_out.add(directory)
-                        note(f"{shown(str(directory))} is left out: {files.trouble}")
+                        note(f"{one_line(str(directory))} is left out: {files.trouble}")
                     continue
-                widened = files.half_bytes if mx.default_device().type == mx.cpu else 0
                 entries[name] = Entry(
                     # Absolute, or it could mean a Hub repository once it has left the disk.
                     *(name, str(directory.absolute()), _other_names(name, str(directory))),
-                    nbytes=files.weight_bytes + widened,
+                    nbytes=files.memory_bytes,
                     context_length=stated_context_length(read_config(directory)),
                     keep_alive=KEEP_ALIVE if seconds is None else seconds,
                 )
@@ -528,12 +519,6 @@ class _Loader:
             prefixes.load(place, most)
         return served
 
-    def close(self, entry: Entry) -> None:
-        """Save what a model has learned."""
-        self.save(entry)
-        drafting = entry.served.decoder.drafting if entry.served else None
-        self._memories.close(getattr(drafting, "memory", None))
-
     def save(self, entry: Entry) -> None:
         """Save a model's prefixes, if it is loaded and they are kept."""
         if entry.served and (place := self._place(entry)):
@@ -550,14 +535,13 @@ class _Loader:
 def _found(source: str) -> Iterator[tuple[str, Path]]:
     """The names and directories of the models that a value of ``--models`` means."""
     from ..models.model_files import DEMO, DEMO_DIRECTORY, given_name
-    from ..models.on_machine import cached_repositories, lm_studio_folders, models_in
+    from ..models.on_machine import cached_repositories, lm_studio_folder, models_in
 
     if source != ALL:
         yield from models_in(local_path(source))
         return
     yield from cached_repositories()
-    for folder in lm_studio_folders():
-        yield from models_in(folder)
+    yield from models_in(lm_studio_folder())
     for name in (*load_aliases().values(), model_or_default(None), DIRECTORY):
         if local_path(name).is_dir():
             yield given_name(name), local_path(name)
@@ -610,7 +594,7 @@ def _about(host: str, listening: socket.socket, catalog: Catalog, with_key: bool
     for served in worker.models.values():
         length = served.context_length
         context = f"{length:,} tokens of context" if length else "context length unknown"
-        rows.add_row("model", f"{shown(served.name)}, {context}")
+        rows.add_row("model", f"{one_line(served.name)}, {context}")
         if trained := getattr(served.decoder.model, "trained_head", None):
             rows.add_row("head", trained.head.title)
         if reason := why_no_tools(served.decoder.tokenizer):
@@ -650,7 +634,7 @@ def _serve(
             requests = counted(running, "running request")
             note(f"{grace:g} s for {requests} to end; press Ctrl-C again to stop at once")
 
-    server = HttpServer(app, grace=grace, on_start=catalog.watch, on_exit=on_exit)
+    server = HttpServer(app, grace=grace, on_exit=on_exit)
 
     def on_loss(line: str) -> None:
         worker.fail(ApiError(f"the server is ending: {line}", status=503))
@@ -731,7 +715,7 @@ def end_record(request: ServedRequest) -> dict[str, Any]:
 def _line(record: dict[str, Any]) -> str:
     """A record in logfmt, red if it has an error."""
     fields = (
-        f"{name}={shown(str(value))}"
+        f"{name}={one_line(str(value))}"
         for name, value in record.items()
         if value is not None and name not in ("time", "outcome")
     )

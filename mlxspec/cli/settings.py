@@ -243,9 +243,10 @@ def _parse(kind: str, text: str) -> Any:
     if "#" in text or "&" in text:
         raise ValueError("comments and anchors would be lost")
     try:
-        return yaml.safe_load(text.strip() or "{}")
+        document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(error) from error
+    return {} if document is None else document
 
 
 def _merge(document: Any, settings: Settings) -> None:

@@ -4,38 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
 import click
+from rich.filesize import decimal
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from .common.model_choice import MODEL
 from .common.notes import note, say
 from .common.options import NAME, argument, group, option
-from .common.output import ProgressBar, counted, print_rows, size_in_words
+from .common.output import ProgressBar, counted, print_rows
 
 if TYPE_CHECKING:
     from ..corpus.store import Store
-
-_model_option = option(
-    "-m --model MODEL",
-    "The tokenizer: a directory, a Hub repository, an alias, 'demo', or a tokenizer's file.",
-    required=True,
-    type=MODEL,
-)
-_max_tokens_option = option(
-    "--max-tokens N",
-    "The most tokens that the store may hold.  [default: 50,000,000]",
-    type=click.IntRange(min=2),
-)
-
-_paths = argument(
-    "paths", "Files and directories: text, code, chat logs.", nargs=-1, required=True, type=NAME
-)
-_file = argument("file", "The store.", type=NAME)
 
 
 @group("store", short_help="Make and inspect stores of text to draft from.")
@@ -46,7 +28,6 @@ def store_command() -> None:
     Examples:
       mlxspec store build src docs --model mistral -o code.store
       mlxspec store build chats.jsonl --model owner/name -o chats.store
-      mlxspec store add code.store more_code --model mistral
       mlxspec store info code.store
 
     A .jsonl file with "messages" in its lines is a chat log: the store takes the assistant's
@@ -59,52 +40,27 @@ def store_command() -> None:
 
 
 @store_command.command("build")
-@_paths
-@_model_option
+@argument(
+    "paths", "Files and directories: text, code, chat logs.", nargs=-1, required=True, type=NAME
+)
+@option(
+    "-m --model MODEL",
+    "The tokenizer: a directory, a Hub repository, an alias, 'demo', or a tokenizer's file.",
+    required=True,
+    type=MODEL,
+)
 @option("-o --output FILE", "The store to write.", required=True, type=NAME)
-@_max_tokens_option
+@option(
+    "--max-tokens N",
+    "The most tokens that the store may hold.  [default: 50,000,000]",
+    type=click.IntRange(min=2),
+)
 @option("--force", "Replace an existing store.")
 def build_command(
     paths: tuple[str, ...], model: str, output: str, max_tokens: int | None, force: bool
 ) -> None:
     """Make a store from files and directories: text, code, chat logs."""
-    from ..corpus.store import write_store
-
-    _write(output, paths, model, max_tokens, partial(write_store, output, force=force))
-
-
-@store_command.command("add")
-@_file
-@_paths
-@_model_option
-@_max_tokens_option
-def add_command(file: str, paths: tuple[str, ...], model: str, max_tokens: int | None) -> None:
-    """Add files and directories to the store in FILE."""
-    from ..corpus.store import write_store
-
-    _write(file, paths, model, max_tokens, partial(write_store, file, adds=True))
-
-
-@store_command.command("info")
-@_file
-def info_command(file: str) -> None:
-    """Verify the store in FILE and show what it holds."""
-    from ..corpus.store import Store
-
-    store = Store(file).verify()
-    size = size_in_words(store.nbytes)
-    print_rows(("tokenizer", store.identity), ("holds", _in_texts(store)), ("size", size))
-
-
-def _write(
-    file: str,
-    paths: tuple[str, ...],
-    model: str,
-    max_tokens: int | None,
-    write: Callable[..., Store],
-) -> None:
-    """Read the texts in files, and have ``write`` put their tokens into the store in ``file``."""
-    from ..corpus.store import MAX_TOKENS, find_files, read_texts
+    from ..corpus.store import MAX_TOKENS, build_store, find_files, read_texts
     from ..models.tokenizer import load_tokenizer_of
 
     started = time.perf_counter()
@@ -120,7 +76,7 @@ def _write(
                 tokenizer.encode(text, add_special_tokens=False)
                 for text in read_texts(files, counts, lambda _: bar(next(done), len(files)))
             )
-            store = write(sequences=sequences, tokenizer=tokenizer, max_tokens=limit)
+            store = build_store(output, sequences, tokenizer, max_tokens=limit, force=force)
     finally:  # even after an error: skipped texts may be its cause
         for number, thing, reason in (
             (counts["skipped"], "file", "cannot be read as UTF-8 text"),
@@ -131,9 +87,20 @@ def _write(
     if store.n_tokens >= limit - 1:
         note(f"the store has reached --max-tokens {limit}; the remaining texts were left out")
     took = f"in {time.perf_counter() - started:.1f} s"
-    size = size_in_words(store.nbytes)
+    size = decimal(store.nbytes)
     read = counted(counts["files"], "file")
-    say(f"Read {read} {took}. {file} holds {_in_texts(store)}, {size}.")
+    say(f"Read {read} {took}. {output} holds {_in_texts(store)}, {size}.")
+
+
+@store_command.command("info")
+@argument("file", "The store.", type=NAME)
+def info_command(file: str) -> None:
+    """Verify the store in FILE and show what it holds."""
+    from ..corpus.store import Store
+
+    store = Store(file).verify()
+    size = decimal(store.nbytes)
+    print_rows(("tokenizer", store.identity), ("holds", _in_texts(store)), ("size", size))
 
 
 def _in_texts(store: Store) -> str:

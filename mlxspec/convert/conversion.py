@@ -23,7 +23,6 @@ Quantization = dict[str, Any]
 """``mode``, ``bits`` and ``group_size``, as in MLX's arguments and in ``config.json``."""
 
 _HALVES = ("float16", "bfloat16")
-_DTYPES = (*_HALVES, "float32")
 
 
 def convert(
@@ -68,7 +67,10 @@ def convert(
     from mlx_lm.utils import get_total_parameters, save_config, save_model
 
     quantization = _quantization(quantize, q_mode, q_bits, q_group_size)
-    _check_options(torch_path, hf_path, dtype, revision, head)
+    if (torch_path is None) == (hf_path is None):
+        raise OptionError("name one checkpoint: MODEL, --torch-path or --hf-path")
+    if head and torch_path is not None:
+        raise OptionError(f"--head: no original checkpoint has one ({torch_path}); use --hf-path")
     target = Path(os.path.abspath(mlx_path))
     _check_target(target, force, local_path(torch_path or hf_path or ""))
     with new_directory(target, replace=force) as directory, TemporaryDirectory(dir=directory) as d:
@@ -101,50 +103,30 @@ def _quantization(
     """The quantisation that the options request, if any."""
     if not quantize:
         return None
-    options = {"--q-mode": mode, "--q-bits": bits, "--q-group-size": group_size}
-    given = [f"{option} {value}" for option, value in options.items() if value is not None]
     quantization: Quantization = {"mode": mode or "affine", "bits": bits, "group_size": group_size}
     try:  # so that it fails before a download
-        if group_size is not None and group_size < 1:
-            raise ValueError("a group needs at least one weight")
         mx.quantize(mx.zeros((32, 32 * (group_size or 32))), **quantization)
     except (OverflowError, TypeError, ValueError) as error:
-        raise OptionError(f"{' '.join(given)}: not supported by MLX ({one_line(error)})") from None
+        raise OptionError(f"-q: not supported by MLX ({one_line(error)})") from None
     return quantization
 
 
-def _check_options(
-    torch_path: str | Path | None,
-    hf_path: str | Path | None,
-    dtype: str | None,
-    revision: str | None,
-    head: bool,
-) -> None:
-    if (torch_path is None) == (hf_path is None):
-        raise OptionError("name one checkpoint: MODEL, --torch-path or --hf-path")
-    if head and torch_path is not None:
-        raise OptionError(f"--head: no original checkpoint has one ({torch_path}); use --hf-path")
-    if dtype is not None and dtype not in _DTYPES:
-        raise OptionError(f"--dtype {dtype}: unknown; choose from {', '.join(_DTYPES)}")
-    if revision is not None and (hf_path is None or local_path(hf_path).is_dir()):
-        raise OptionError(f"--revision {revision} cannot be used with a directory: leave it out")
-
-
 def _check_target(target: Path, force: bool, source: Path) -> None:
-    problem = None
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        problem = "exists and is a link or not a directory; name another --mlx-path"
-    elif Path.cwd().is_relative_to(target):
-        problem = "is or contains the working directory; name a directory inside it"
-    elif source.resolve().is_relative_to(target.resolve()):
-        problem = "holds the checkpoint itself; name another --mlx-path"
-    elif target.is_dir() and any(target.iterdir()):
-        if not force:
-            problem = "exists and is not empty; name another --mlx-path or add --force"
-        elif not (target / "config.json").is_file():
-            problem = "holds no model, and --force replaces only models; name another --mlx-path"
-    if problem:
-        raise FileError(f"{target}: {problem}")
+    kept = (Path.cwd(), source.resolve())
+    if (
+        target.is_symlink()
+        or target.is_file()
+        or any(path.is_relative_to(target.resolve()) for path in kept)
+    ):
+        raise FileError(
+            f"{target}: is a link or a file, or has the checkpoint or the working directory in it; "
+            "name another --mlx-path"
+        )
+    has_content = target.is_dir() and any(target.iterdir())
+    if has_content and not (force and (target / "config.json").is_file()):
+        raise FileError(
+            f"{target}: is not empty; name another --mlx-path, or replace a model with --force"
+        )
 
 
 # --- the weights, which are not evaluated before they are written ---
@@ -203,16 +185,10 @@ def _quantize(
 ) -> tuple[nn.Module, dict[str, Any]]:
     from mlx_lm.utils import quantize_model
 
-    def scales() -> int:
-        return sum(name.endswith(".scales") for name, _ in tree_flatten(model.parameters()))
-
-    before = scales()
+    if "quantization" in config:
+        raise LoadError("the model is quantised already; leave out -q")
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints the bits per weight
-            model, config = quantize_model(model, config, **quantization)
+            return quantize_model(model, config, **quantization)
     except (TypeError, ValueError, RuntimeError) as error:
         raise LoadError(f"mlx-lm cannot quantise the model ({one_line(error)})") from None
-    if scales() == before:
-        problem = "is quantised already" if before else "has nothing to quantise"
-        raise LoadError(f"the model {problem}; leave out -q")
-    return model, config

@@ -4,8 +4,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from ..models.heads import Head
 from ..models.heads import loading as heads
 from ..models.heads.chains import QwenMTP, norms_centred_at_zero
@@ -52,20 +50,10 @@ def load_head_alone(directory: Path) -> tuple[Head, dict[str, Any], str]:
         LoadError: there is no head of a kind that is supported, or a file is damaged.
     """
     found = heads.find_head(directory)
-    head, tensors = heads.load_lazily(found)
-    config = dict(found.config)
-    about = found.kind.title
+    head, config, about = heads.load_lazily(found), found.config, found.kind.title
     if found.kind is QwenMTP and not config.get(heads.CONVERTED):
-        about += f", {_norms(tensors)}"
+        tensors = found.tensors()
+        norms = sum("norm" in name and array.ndim == 1 for name, array in tensors.items())
+        centred = len(norms_centred_at_zero(tensors))
+        about += f", {centred} of its {norms} norms centred at zero, to which 1.0 was added"
     return head, {**config, heads.CONVERTED: True}, about
-
-
-def _norms(tensors: dict[str, mx.array]) -> str:
-    """What :meth:`QwenMTP.sanitize` does to the norms of a checkpoint with these tensors."""
-    norms = sum("norm" in name and array.ndim == 1 for name, array in tensors.items())
-    centred = len(norms_centred_at_zero(tensors))
-    changes = (
-        f"{centred} centred at zero, 1.0 added" if centred else "",
-        f"{norms - centred} as they are" if norms > centred else "",
-    )
-    return f"norms: {'; '.join(filter(None, changes))}"

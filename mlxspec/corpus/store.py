@@ -19,7 +19,6 @@ from .suffix_array import (
     TOKEN_BYTES,
     SuffixArray,
     encode_texts,
-    split_texts,
     write_index,
 )
 from .suffix_index import EXCERPT_TOKENS, SEPARATOR, Excerpts, excerpts
@@ -198,13 +197,12 @@ class Store:
         return excerpts([self.index], tail, limit, depth, self.identity.vocab_size)
 
 
-def write_store(
+def build_store(
     path: str | os.PathLike[str],
     sequences: Iterable[Sequence[int]],
     tokenizer: Any,
     *,
     max_tokens: int = MAX_TOKENS,
-    adds: bool = False,
     force: bool = False,
 ) -> Store:
     """Write a store of texts without duplicates; the file appears whole or not at all.
@@ -214,23 +212,17 @@ def write_store(
         sequences: the token ids of each text. Later texts count as newer.
         tokenizer: the tokenizer of these ids.
         max_tokens: the most tokens of the store; texts beyond them are not read.
-        adds: add to the store at ``path``, which has the same tokenizer.
         force: replace an existing file at ``path``.
 
     Raises:
-        FileError: ``path`` is in use, cannot be written, or is not a store to add to; or no text
-            has two tokens.
+        FileError: ``path`` is in use or cannot be written, or no text has two tokens.
     """
     path = Path(path)
     check_writable(path)
-    if path.exists() and not (adds or force):
-        raise FileError(
-            f"{path}: exists; name another file, extend it with `mlxspec store add`, or replace "
-            "it with --force"
-        )
-    held = split_texts(Store(path, tokenizer).verify().index.tokens) if adds else []
+    if path.exists() and not force:
+        raise FileError(f"{path}: exists; name another file, or replace it with --force")
     identity = identify(tokenizer)
-    index = SuffixArray.of([*held, *_new_texts(sequences, identity.vocab_size, max_tokens, held)])
+    index = SuffixArray.of(_first(sequences, identity.vocab_size, max_tokens))
     if not len(index.tokens):
         raise FileError(f"{path}: nothing to write; add a text of at least two tokens")
     header = {
@@ -254,12 +246,10 @@ def _identity(header: Mapping[str, Any]) -> TokenizerIdentity:
     raise ValueError("has a damaged header")
 
 
-def _new_texts(
-    sequences: Iterable[Sequence[int]], vocab_size: int, max_tokens: int, held: list[bytes]
-) -> Iterator[bytes]:
-    """The first new texts, each once, while ``max_tokens`` allow; the last may be cut."""
-    seen = set(held)
-    room = max_tokens * TOKEN_BYTES - sum(map(len, held))
+def _first(sequences: Iterable[Sequence[int]], vocab_size: int, max_tokens: int) -> Iterator[bytes]:
+    """The first texts, each once, while ``max_tokens`` allow; the last may be cut."""
+    seen: set[bytes] = set()
+    room = max_tokens * TOKEN_BYTES
     for ids in sequences:
         for text in encode_texts(ids, vocab_size):
             if room <= TOKEN_BYTES:

@@ -17,7 +17,6 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten, tree_map
-from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -45,32 +44,42 @@ class TreeRows:
     def __init__(self, tree: DraftTree) -> None:
         self.depths = mx.array(tree.depths, dtype=mx.int32)
         self.ancestors = mx.array(tree.ancestors())
-        self._masks: dict[tuple[int, int | None], mx.array] = {}
-
-    def __len__(self) -> int:
-        return self.depths.size
 
     def mask(self, cached: int, window_size: int | None) -> mx.array:
-        """The rows' mask: each row attends to the cache and to its ancestors, within the window.
+        """Their mask behind so many cached positions, as of :func:`seen`."""
+        return seen(self.depths, self.ancestors, mx.arange(cached), cached, window_size)
 
-        Args:
-            cached: the number of cached positions before the rows.
-            window_size: the number of positions that a row sees, including its own; None for all.
 
-        Returns:
-            bool array, (rows, cached + rows).
-        """
-        key = (cached, window_size)
-        if key not in self._masks:
-            in_cache = mx.ones((len(self), cached), dtype=mx.bool_)
-            mask = mx.concatenate([in_cache, self.ancestors], axis=1)
-            if window_size is not None:
-                # A window counts positions; siblings share one, so indices would miscount.
-                seen_from = cached + self.depths[:, None] - window_size
-                positions = mx.concatenate([mx.arange(cached), cached + self.depths])
-                mask &= positions[None] > seen_from
-            self._masks[key] = mask
-        return self._masks[key]
+def seen(
+    depths: mx.array,
+    ancestors: mx.array,
+    cached: mx.array,
+    offset: int,
+    window_size: int | None,
+    keep: int = 0,
+) -> mx.array:
+    """The mask of rows: each attends to the cache and to its ancestors, within the window.
+
+    A window counts positions. Siblings share one, so indices would miscount.
+
+    Args:
+        depths, ancestors: as of :class:`TreeRows`.
+        cached: the positions of the cache's entries.
+        offset: the position after the cache's end.
+        window_size: the number of positions that a row sees, including its own; None for all.
+        keep: how many of these are the context's first positions.
+
+    Returns:
+        bool array, (rows, cached + rows).
+    """
+    in_cache = mx.ones((depths.size, cached.size), dtype=mx.bool_)
+    mask = mx.concatenate([in_cache, ancestors], axis=1)
+    if window_size is None:
+        return mask
+    own = offset + depths
+    positions = mx.concatenate([cached, own])
+    first_seen = mx.where(own < window_size, 0, own - (window_size - keep) + 1)[:, None]
+    return mask & ((positions < keep) | (positions >= first_seen))
 
 
 class TreeSteps:
@@ -178,29 +187,16 @@ class WindowKVCache(TreeSteps):
         mlx-lm's own mask for several rows hides the kept first positions, which a single row sees.
         """
         span = min(window_size or self.max_size, self.max_size)
-        if self.keep and self.offset + N > self.max_size:
+        if self.rows is None and self._cached() + N <= span:
+            return create_attention_mask(N, self._cached(), return_array, None)
+        if self.keep:
             self._make_room(N)  # now, since the mask must fit the entries that remain
-            return self._mask_with_gap(N, span)
-        cached = self._cached()
-        if self.rows is not None:
-            return self.rows.mask(cached, span)
-        if cached + N > span:
-            return create_causal_mask(N, cached, window_size=span)
-        return create_attention_mask(N, cached, return_array, None)
-
-    def _mask_with_gap(self, rows: int, span: int) -> mx.array:
-        """The mask of the first ``keep`` positions and each row's latest, (rows, entries)."""
-        depths = mx.arange(rows) if self.rows is None else self.rows.depths
-        related = mx.tri(rows, dtype=mx.bool_) if self.rows is None else self.rows.ancestors
-        own = self.offset + depths
-        first = mx.arange(min(self.keep, self.offset))
-        cached = mx.concatenate([first, mx.arange(self._start, max(self._start, self.offset))])
-        positions = mx.concatenate([cached, own])
-        # Rows at the first max_size positions see everything.
-        seen_from = mx.where(own < self.max_size, 0, own - (span - self.keep) + 1)[:, None]
-        in_sight = (positions < self.keep) | (positions >= seen_from)
-        in_cache = mx.ones((rows, cached.size), dtype=mx.bool_)
-        return in_sight & mx.concatenate([in_cache, related], axis=1)
+        first = min(self.keep, self.offset)
+        latest = self.offset - (self._cached() - first)
+        cached = mx.concatenate([mx.arange(first), mx.arange(latest, self.offset)])
+        depths = mx.arange(N) if self.rows is None else self.rows.depths
+        related = mx.tri(N, dtype=mx.bool_) if self.rows is None else self.rows.ancestors
+        return seen(depths, related, cached, self.offset, span, self.keep)
 
     def is_trimmable(self) -> bool:
         return True
@@ -471,23 +467,14 @@ def smallest_keeping_window(caches: Iterable[Any]) -> int | None:
 
 def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
     """The arrays in caches; pass :func:`parts` of the caches if they may include lists."""
-    found: list[mx.array] = []
-    slots: set[Slots] = set()  # many sequences share each
+    found: list[Any] = []
     for cache in caches:
-        if type(cache) is TreeKVCache and cache.keys is not None:  # the usual kind first
-            found += (cache.keys, cache.values)
-            continue
-        if isinstance(cache, SlotKVCache):
-            slots.add(cache.slots)
-            continue
-        for value in vars(cache).values():  # tree_flatten would take many times as long
-            if isinstance(value, mx.array):
-                found.append(value)
-            elif isinstance(value, list | tuple):
-                found += [part for part in value if isinstance(part, mx.array)]
-    for layer in slots:
-        found += [layer.keys, layer.values]
-    return found
+        # tree_flatten would take many times as long.
+        slot = isinstance(cache, SlotKVCache)
+        for value in (cache.keys, cache.values) if slot else vars(cache).values():
+            found += value if isinstance(value, list | tuple) else [value]
+    # Many sequences share the arrays of their slots.
+    return list({id(one): one for one in found if isinstance(one, mx.array)}.values())
 
 
 def is_trimmable(cache: Any) -> bool:

@@ -47,29 +47,6 @@ _JUDGED = {*_MLX_LM_CLASSES.values(), ArraysCache}
 """Classes whose shapes after one token are known for any number of tokens."""
 
 
-def lent_caches(prompt_cache: Sequence[Any], model: nn.Module) -> list[Any]:
-    """A model's caches in a prompt cache; a draft model's caches may follow them.
-
-    Args:
-        prompt_cache: from ``mlx_lm.models.cache.make_prompt_cache``, empty or not.
-        model: the model that will continue it.
-
-    Raises:
-        OptionError: the cache was made for a model with fewer layers.
-        FileError: the cache holds another model's keys and values.
-    """
-    needed = len(make_prompt_cache(model))
-    if len(prompt_cache) < needed:
-        raise OptionError(
-            f"prompt_cache has {len(prompt_cache)} caches and the model needs {needed}: make it "
-            "with make_prompt_cache(model)"
-        )
-    lent = list(prompt_cache[:needed])
-    if all(type(part) in _JUDGED and not part.empty() for part in parts(lent)):
-        check_fits(lent, model, "prompt_cache")
-    return lent
-
-
 def as_mlx_lms(cache: Any) -> Any:
     """Convert a target's cache to mlx-lm's class; they share arrays."""
     if isinstance(cache, CacheList):
@@ -87,11 +64,25 @@ class CacheLease:
     else refers to it. A target's caches may also be ahead of the output that the caller has read.
 
     Args:
-        caches: the caller's, from :func:`lent_caches`; untouched until :meth:`take`.
+        caches: the caller's, from ``mlx_lm.models.cache.make_prompt_cache``, empty or not, and
+            untouched until :meth:`take`. A draft model's caches may follow the model's.
+        model: the model that will continue them.
+
+    Raises:
+        OptionError: the caches were made for a model with fewer layers.
+        FileError: the caches hold another model's keys and values.
     """
 
-    def __init__(self, caches: list[Any]) -> None:
-        self._caches = caches
+    def __init__(self, caches: Sequence[Any], model: nn.Module) -> None:
+        needed = len(make_prompt_cache(model))
+        if len(caches) < needed:
+            raise OptionError(
+                f"prompt_cache has {len(caches)} caches and the model needs {needed}: make it "
+                "with make_prompt_cache(model)"
+            )
+        self._caches = list(caches[:needed])
+        if all(type(part) in _JUDGED and not part.empty() for part in parts(self._caches)):
+            check_fits(self._caches, model, "prompt_cache")
         self._target: Target | None = None
 
     def take(

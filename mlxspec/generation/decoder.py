@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..corpus.answers import identify
 from ..corpus.memory import MAX_TOKENS, Memory
 from ..corpus.store import Store
-from ..drafting.drafter import Drafter
+from ..drafting.drafter import Drafter, checked_drafter
 from ..drafting.kept import Experience
 from ..engine.model_sizes import context_length
 from ..errors import FileError, OptionError
@@ -211,7 +211,8 @@ class Decoder(LoadedModel):
                 draft.
             TypeError: an option is unknown.
         """
-        drafting = Drafting(maker=lambda: drafter)
+        checked = checked_drafter(drafter)
+        drafting = Drafting(maker=lambda: checked)
         return responses(self.new_request(prompt, max_tokens, options, drafting))
 
     def written(
@@ -301,8 +302,7 @@ class AutoDecoder(Decoder):
         LoadError, OptionError, MlxspecError: as :class:`Decoder`.
         LoadError: ``head`` cannot draft for the model. One that comes with the model is left out
             then, with a warning.
-        OptionError: ``memory`` and ``memory_tokens`` are both given, or ``head`` is True and the
-            model is given loaded.
+        OptionError: ``memory`` and ``memory_tokens`` are both given.
         FileError: the store cannot be read, or the store or ``memory`` was made with another
             tokenizer.
     """

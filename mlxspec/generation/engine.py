@@ -145,7 +145,7 @@ class Engine:
             self._running.append(request)  # first, so that an interrupt does not lose it
             self._waiting.remove(request)
             try:
-                self.start(request)
+                request.start()
             except Exception as error:
                 self._end(request, error)
         self._prefill(hurried)
@@ -161,10 +161,6 @@ class Engine:
         """The waiting request that starts next if there is room."""
         return self._waiting[0] if self._waiting else None
 
-    def start(self, request: Request) -> None:
-        """Start a waiting request."""
-        request.start()
-
     def _next(self) -> Request | None:
         return self.next_waiting() if self.room + len(self._waiting) > 0 else None
 
@@ -177,20 +173,13 @@ class Engine:
         while prefilling := self._in(State.PREFILL):
             if (hurried or self._in(State.DECODE)) and self._deadline == math.inf:
                 self._deadline = time.perf_counter() + self.stall
-            self._move_to_end(prefilling[0])
-            self._run_chunk(prefilling[0])
+            request = prefilling[0]
+            self._running.append(request)  # first, so that an interrupt does not lose it
+            self._running.remove(request)
+            self._run_chunk(request)
             # Even without decoding requests it stops, so that requests can be cancelled.
             if time.perf_counter() >= min(self._deadline, started + self.stall):
                 return
-
-    def _move_to_end(self, request: Request) -> None:
-        self._running.append(request)  # first, so that an interrupt does not lose it
-        self._running.remove(request)
-
-    def _decode(self, request: Request, sequence: Sequence) -> None:
-        """Let a request whose prompt has run take part in steps."""
-        self._batch.join(sequence)
-        request.state = State.DECODE
 
     def _note_speed(self, tokens: int, started: float) -> None:
         """Update the prefill's speed by ``tokens`` that have run since ``started``."""
@@ -221,7 +210,8 @@ class Engine:
                 if before < done < total:
                     break
             else:
-                self._decode(request, sequence)
+                self._batch.join(sequence)
+                request.state = State.DECODE
         except Exception as error:
             self._end(request, error)
             return
@@ -257,7 +247,7 @@ class Engine:
                 if response.finish_reason:
                     self._end(request, last=response)
                     return
-                request.on_response(response)
+                request.receive(response)
                 yield
                 if request.done:
                     return
@@ -289,10 +279,10 @@ class Engine:
             request.error = request.error or failure
         try:
             if last:
-                request.on_response(last)
+                request.receive(last)
         except Exception as failure:  # the response was not received
             request.error, request.finish_reason = request.error or failure, None
-        request.on_end()
+        request.at_end()
 
     def _forget(self, request: Request) -> None:
         for requests in (self._waiting, self._running):
@@ -316,15 +306,7 @@ def responses(request: Request) -> Generator[GenerationResponse, None, None]:
 
     Args:
         request: a request that has not started.
-
-    Raises:
-        MlxspecError: as :meth:`Request.prepare`, before the first response.
     """
-    request.prepare()
-    return _responses(request)
-
-
-def _responses(request: Request) -> Generator[GenerationResponse, None, None]:
     received: list[GenerationResponse] = []
     request.receive = received.append
     engine = Engine(request.decoder, stall=math.inf, alone=True)

@@ -67,8 +67,6 @@ def prompt_ids(
         raise OptionError(
             "chat_template_kwargs need a prompt of messages: leave them out, or pass messages"
         )
-    if isinstance(prompt, Mapping) and "role" in prompt:
-        raise PromptError("the prompt is a single message: pass a list of messages")
     if conversation:
         messages = cast(Sequence[Message], prompt)
         tokens = conversation_ids(tokenizer, messages, chat_template_kwargs or {})

@@ -7,19 +7,20 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
 from traceback import walk_stack
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
+from mlx_lm.tokenizer_utils import StreamingDetokenizer
 
 from ..drafting.drafter import Drafter, NoDraft, VerifiedStep, checked_drafter
 from ..drafting.planner import Planner
 from ..drafting.sources import with_forced
 from ..engine import step as steps
-from ..engine.prompt_cache import CacheLease, lent_caches
+from ..engine.prompt_cache import CacheLease
 from ..engine.sampling import Chooser
 from ..engine.target import Capability, Target, target_for
 from ..errors import OptionError
@@ -34,7 +35,7 @@ from .options import (
     stop_texts,
     stop_token_ids,
 )
-from .response import GenerationResponse, OutputText, SpeculationStats
+from .response import GenerationResponse, SpeculationStats
 from .session import Session
 
 if TYPE_CHECKING:
@@ -42,10 +43,6 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
-
-
-RecordTime = Callable[[int, float, bool], None]
-"""Called with a step's rows, its wall time in seconds, and whether it was pipelined."""
 
 
 class State(StrEnum):
@@ -56,6 +53,80 @@ class State(StrEnum):
     DECODE = "decoding"
     PAUSED = "paused"
     DONE = "ended"
+
+
+class OutputText:
+    """Collects tokens as text segments, and finds the end of the output.
+
+    A stop string may begin and end inside tokens. Text that could begin one is held back until
+    that is decided, so no part of a stop string is ever shown.
+
+    Args:
+        detokenizer: a new one, ready for the output's first token.
+        stop_tokens: token ids that end the output; their own text is not part of it.
+        stop_strings: texts that end the output and are not part of it.
+        max_tokens: the output ends with this many tokens.
+
+    Attributes:
+        finish_reason: "stop" or "length" once the output has ended.
+        stop_string: the stop string that ended it, if one did.
+    """
+
+    def __init__(
+        self,
+        detokenizer: StreamingDetokenizer,
+        stop_tokens: Collection[int],
+        stop_strings: Sequence[str],
+        max_tokens: int,
+    ) -> None:
+        self.finish_reason: str | None = None
+        self.stop_string: str | None = None
+        self._detokenizer = detokenizer
+        self._stop_tokens = stop_tokens
+        self._stop_strings = stop_strings
+        self._left = max_tokens
+        self._held = ""
+        self._segments: list[str] = []
+
+    def add(self, token: int) -> bool:
+        """Append a token; returns whether the output ends with it."""
+        self._left -= 1
+        if token in self._stop_tokens:
+            self.finish_reason = "stop"
+        else:
+            self._detokenizer.add_token(token)
+            if self._left == 0:
+                self.finish_reason = "length"
+        if self.finish_reason:
+            self._detokenizer.finalize()
+        self._segments.append(self._release(self._detokenizer.last_segment))
+        return self.finish_reason is not None
+
+    def take(self) -> list[str]:
+        """The segments since the last call, one per token."""
+        segments, self._segments = self._segments, []
+        return segments
+
+    def _release(self, segment: str) -> str:
+        """The text that can be shown once ``segment`` is added."""
+        text = self._held + segment
+        found = [(at, stop) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
+        if found:
+            cut, self.stop_string = min(found)
+            self.finish_reason = "stop"
+            self._held = ""
+            return text[:cut]
+        held = 0 if self.finish_reason else self._undecided(text)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest suffix of ``text`` that begins a stop string."""
+        longest = max(map(len, self._stop_strings), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[len(text) - length :]) for stop in self._stop_strings):
+                return length
+        return 0
 
 
 class Request:
@@ -77,12 +148,12 @@ class Request:
             :meth:`mlxspec.Decoder.decode`.
 
     Attributes:
-        sampling, constraint, stop, stop_tokens, cache_options, session: the checked options, with
+        sampling, constraint, stop, stop_tokens, cache_options: the checked options, with
             their defaults. ``stop_tokens`` includes the tokenizer's own.
-        prompt_cache: the given caches that the model uses, or None.
+        lease: what lends the caches, until :meth:`close`; None for new ones.
+        takes_drafts: whether the drafter is used at all.
         report_progress: the option ``on_progress``.
-        record_times: functions to call with the rows and the time of each step.
-        at_end: called by an engine at the end, after the last response, if any.
+        at_end: called at the end, after the last response, if any.
         state: the request's stage.
         error: the fault that ended the request, if any.
         finish_reason: the last response's, once it has been made.
@@ -93,14 +164,11 @@ class Request:
         plain_seconds: how long the steps with a known cost would have taken without drafts.
         decode_seconds: how long these steps took.
         unread: how many responses the consumer has not read yet, if an engine counts them.
-        grammar, output: set by :meth:`prepare`.
-        drafter: set from :meth:`prepare` to :meth:`close`.
-        lease: what lends the caches, from :meth:`start` to :meth:`close`; None for new ones.
+        output: set by :meth:`start`.
         sequence: the decoding state, set from :meth:`start` to :meth:`close`.
         prefill: the remaining chunks of the prompt, once the first has run.
     """
 
-    grammar: GrammarState | None
     output: OutputText
 
     def __init__(
@@ -119,29 +187,29 @@ class Request:
         self.make_drafter = make_drafter
         self.receive = receive
         self.stop = stop_texts(options.get("stop", ()))
-        self.session, self.prompt_cache = options.get("session"), options.get("prompt_cache")
-        if self.session is not None and self.prompt_cache is not None:
-            raise OptionError("session and prompt_cache are given together: choose one")
         self.cache_options = cache_options_from(options, decoder.model)
-        if self.prompt_cache is not None:
-            self.prompt_cache = lent_caches(self.prompt_cache, decoder.model)
+        self.lease: Session | CacheLease | None = options.get("session")
+        caches = options.get("prompt_cache")
+        if self.lease is not None and caches is not None:
+            raise OptionError("session and prompt_cache are given together: choose one")
+        if caches is not None:
+            self.lease = CacheLease(caches, decoder.model)
         model = decoder.tokenizer, decoder.vocab_size
         self.sampling = sampling_from(options, decoder.vocab_size)
+        verifies = decoder.chain_capability is not Capability.PLAIN
+        self.takes_drafts = self.sampling.allows_drafts and verifies
         self.constraint = grammar_of(options.get("constraint"), *model)
         self.stop_tokens = stop_token_ids(options.get("stop_tokens", ()), *model)
         self.report_progress = options.get("on_progress")
-        self.record_times: list[RecordTime] = [decoder.step_times.record]
         self.at_end: Callable[[], object] = lambda: None
         self.state = State.WAITING
         self.error: Exception | None = None
         self.finish_reason: str | None = None
-        self.context: list[int] = []
+        self.context = list(prompt)
         self.stats = SpeculationStats()
         self.n_cached = self.prefilled = 0
         self.plain_seconds = self.decode_seconds = 0.0
         self.unread = 0
-        self.drafter: Drafter | None = None
-        self.lease: Session | CacheLease | None = None
         self.sequence: steps.Sequence | None = None
         self.prefill: Generator[tuple[int, int], None, None] | None = None
         self._prefill_started = self._prefill_ended = 0.0
@@ -154,30 +222,47 @@ class Request:
     @property
     def generated(self) -> int:
         """How many tokens have been handed out in responses."""
-        return max(0, len(self.context) - len(self.prompt))
+        return len(self.context) - len(self.prompt)
 
-    def prepare(self) -> None:
-        """Make the drafter; :meth:`start` calls this if nobody has.
+    def start(self) -> None:
+        """Take the caches, and make the sequence, whose prompt has not run yet.
 
         Raises:
             MlxspecError: ``make_drafter`` did not return a drafter.
+            OptionError, FileError: the caches cannot be used.
         """
-        self.context = list(self.prompt)
-        self.grammar = self.constraint.begin() if self.constraint else None
-        self.drafter = self._new_drafter()
-        detokenizer = self.decoder.new_detokenizer()
-        self.output = OutputText(detokenizer, self.stop_tokens, self.stop, self.max_tokens)
+        decoder = self.decoder
+        self.state = State.PREFILL
+        grammar = self.constraint.begin() if self.constraint else None
+        drafter = self._new_drafter(grammar)
+        self.output = OutputText(
+            decoder.new_detokenizer(), self.stop_tokens, self.stop, self.max_tokens
+        )
+        target = self._take_target(drafter.branching)
+        length = target.length + len(self.prompt) - self.n_cached - 1
+        self.sequence = steps.Sequence(
+            target,
+            self.prompt,
+            drafter,
+            Chooser(self.sampling, grammar),
+            max_tokens=self.max_tokens,
+            ends=self.output.add,
+            n_cached=self.n_cached,
+            in_mlx_lms_chunks=decoder.chunks_matter(length, target.cache),
+        )
+        self.prefilled = self.n_cached
+        self._prefill_started = time.perf_counter()
 
-    def _new_drafter(self) -> Drafter:
+    def _new_drafter(self, grammar: GrammarState | None) -> Drafter:
         """Make the drafter, which also drafts the tokens that the grammar forces."""
         decoder = self.decoder
         drafter: Drafter = NoDraft()
-        if self.sampling.allows_drafts and decoder.chain_capability is not Capability.PLAIN:
+        if self.takes_drafts:
             drafter = checked_drafter(self.make_drafter())
         if isinstance(drafter, Planner):
-            drafter.guide = self.grammar
-        elif self.grammar and not isinstance(drafter, NoDraft):
-            drafter = with_forced(drafter, self.grammar.forced)
+            drafter.guide = grammar
+        elif grammar and not isinstance(drafter, NoDraft):
+            drafter = with_forced(drafter, grammar.forced)
         return decoder.wrap_drafter(drafter) if decoder.wrap_drafter else drafter
 
     def _take_target(self, branching: bool) -> Target:
@@ -189,42 +274,11 @@ class Request:
         decoder = self.decoder
         capability = decoder.capability if branching else decoder.chain_capability
         of_target = decoder.model, capability, decoder.vocab_size, self.cache_options
-        if self.session is not None:
-            self.lease = self.session
-            target = self.session.take(self.prompt, *of_target)
+        if isinstance(self.lease, Session):
+            target = self.lease.take(self.prompt, *of_target)
             self.n_cached = target.length
             return target
-        if self.prompt_cache is not None:
-            self.lease = CacheLease(self.prompt_cache)
-            return self.lease.take(*of_target)
-        return target_for(*of_target)
-
-    def start(self) -> steps.Sequence:
-        """Take the caches, and make the sequence, whose prompt has not run yet.
-
-        Raises:
-            MlxspecError: as :meth:`prepare`.
-            OptionError, FileError: the caches cannot be used.
-        """
-        if self.drafter is None:
-            self.prepare()
-        drafter = cast(Drafter, self.drafter)
-        self.state = State.PREFILL
-        target = self._take_target(drafter.branching)
-        length = target.length + len(self.prompt) - self.n_cached - 1
-        self.sequence = steps.Sequence(
-            target,
-            self.prompt,
-            drafter,
-            Chooser(self.sampling, self.grammar),
-            max_tokens=self.max_tokens,
-            ends=self.output.add,
-            n_cached=self.n_cached,
-            in_mlx_lms_chunks=self.decoder.chunks_matter(length, target.cache),
-        )
-        self.prefilled = self.n_cached
-        self._prefill_started = time.perf_counter()
-        return self.sequence
+        return self.lease.take(*of_target) if self.lease else target_for(*of_target)
 
     def on_progress(self, done: int, total: int) -> None:
         """Note how many tokens of the prompt have run; the last call marks the prefill's end."""
@@ -245,19 +299,7 @@ class Request:
         if plain_seconds is not None:
             self.decode_seconds += seconds
             self.plain_seconds += plain_seconds
-
-    def on_response(self, response: GenerationResponse) -> None:
-        """Called by an engine with each response."""
-        self.receive(response)
-
-    def on_end(self) -> None:
-        """Called by an engine at the end, after the last response, if any."""
-        self.at_end()
-
-    def responses_of(self, step: VerifiedStep) -> Iterator[GenerationResponse]:
-        """One response per token of a step, up to the last one of the output."""
-        for record_time in self.record_times:
-            record_time(step.rows, step.seconds, step.pipelined)
+        self.decoder.step_times.record(step.rows, step.seconds, step.pipelined)
         stats = self.stats
         self.stats = SpeculationStats(
             steps=stats.steps + 1,
@@ -266,6 +308,9 @@ class Request:
             accepted=stats.accepted + len(step.accepted),
             emitted=stats.emitted + len(step.tokens),
         )
+
+    def responses_of(self, step: VerifiedStep) -> Iterator[GenerationResponse]:
+        """One response per token of a step, up to the last one of the output."""
         for index, text in enumerate(self.output.take()):
             response = self._response(step, index, text)
             self.finish_reason = response.finish_reason
@@ -318,7 +363,7 @@ class Request:
                     *(stats.accepted, stats.drafted),
                 )
             # A finished request must not keep caches and index alive.
-            self.drafter = self.lease = self.sequence = self.prefill = None
+            self.lease = self.sequence = self.prefill = None
 
 
 _PATIENCE = 10.0  # seconds; a step, or a chunk of a prompt, takes less

@@ -1,48 +1,23 @@
-"""The output of a generation: text, a response per token, the result, and step times."""
+"""The output of a generation: text, a response per token, and the result."""
 
 from __future__ import annotations
 
 import math
-import threading
-from collections import Counter, deque
-from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
 from operator import itemgetter
-from statistics import median
 from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
-from mlx_lm.tokenizer_utils import StreamingDetokenizer
 
+from ..engine.step import StepTime
 from ..errors import OptionError
 
 if TYPE_CHECKING:
     MlxLmResponse = object  # mlx-lm has no types, and a class of unknown base has any attribute
 else:
     from mlx_lm.generate import GenerationResponse as MlxLmResponse
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """The measured T(rows).
-
-    Attributes:
-        rows: rows per forward.
-        pipelined: whether the forward was dispatched during the step before, as in plain
-            decoding; such a step has one row.
-        steps: how many such steps ran.
-        seconds: median wall time of the recent ones.
-        cost: the verify cost T(rows) / T(1), where T(1) is pipelined if such a step has run; None
-            until a step of one row has run.
-    """
-
-    rows: int
-    pipelined: bool
-    steps: int
-    seconds: float
-    cost: float | None
 
 
 @dataclass(frozen=True)
@@ -223,110 +198,3 @@ _OF_TEXT = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 def _marked(text: str) -> str:
     """The text, marked as accepted drafts; an empty text stays empty."""
     return f'<span style="{_TINT}">{escape(text)}</span>' if text else ""
-
-
-_KEPT = 64  # recent steps per number of rows: enough for a median, few enough to show a hot chip
-
-
-class OutputText:
-    """Collects tokens as text segments, and finds the end of the output.
-
-    A stop string may begin and end inside tokens. Text that could begin one is held back until
-    that is decided, so no part of a stop string is ever shown.
-
-    Args:
-        detokenizer: a new one, ready for the output's first token.
-        stop_tokens: token ids that end the output; their own text is not part of it.
-        stop_strings: texts that end the output and are not part of it.
-        max_tokens: the output ends with this many tokens.
-
-    Attributes:
-        finish_reason: "stop" or "length" once the output has ended.
-        stop_string: the stop string that ended it, if one did.
-    """
-
-    def __init__(
-        self,
-        detokenizer: StreamingDetokenizer,
-        stop_tokens: Collection[int],
-        stop_strings: Sequence[str],
-        max_tokens: int,
-    ) -> None:
-        self.finish_reason: str | None = None
-        self.stop_string: str | None = None
-        self._detokenizer = detokenizer
-        self._stop_tokens = stop_tokens
-        self._stop_strings = stop_strings
-        self._left = max_tokens
-        self._held = ""
-        self._segments: list[str] = []
-
-    def add(self, token: int) -> bool:
-        """Append a token; returns whether the output ends with it."""
-        self._left -= 1
-        if token in self._stop_tokens:
-            self.finish_reason = "stop"
-        else:
-            self._detokenizer.add_token(token)
-            if self._left == 0:
-                self.finish_reason = "length"
-        if self.finish_reason:
-            self._detokenizer.finalize()
-        self._segments.append(self._release(self._detokenizer.last_segment))
-        return self.finish_reason is not None
-
-    def take(self) -> list[str]:
-        """The segments since the last call, one per token."""
-        segments, self._segments = self._segments, []
-        return segments
-
-    def _release(self, segment: str) -> str:
-        """The text that can be shown once ``segment`` is added."""
-        text = self._held + segment
-        found = [(at, stop) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
-        if found:
-            cut, self.stop_string = min(found)
-            self.finish_reason = "stop"
-            self._held = ""
-            return text[:cut]
-        held = 0 if self.finish_reason else self._undecided(text)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-    def _undecided(self, text: str) -> int:
-        """Length of the longest suffix of ``text`` that begins a stop string."""
-        longest = max(map(len, self._stop_strings), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[len(text) - length :]) for stop in self._stop_strings):
-                return length
-        return 0
-
-
-class StepTimes:
-    """T(rows): the wall time of whole steps by their number of rows.
-
-    A whole step consists of proposing, forward, reading, acceptance and cache commit. The times
-    hold for one model on one machine in one data type. Threads may record concurrently.
-    """
-
-    def __init__(self) -> None:
-        self._recent: dict[tuple[int, bool], deque[float]] = {}
-        self._steps: Counter[tuple[int, bool]] = Counter()
-        self._lock = threading.Lock()
-
-    def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
-        """Add the wall time of one step."""
-        with self._lock:
-            self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
-            self._steps[rows, pipelined] += 1
-
-    def table(self) -> list[StepTime]:
-        """One entry per kind of step that has run, fewest rows first."""
-        with self._lock:
-            seconds = {kind: median(recent) for kind, recent in self._recent.items()}
-            steps = self._steps.copy()
-        one_row = seconds.get((1, True)) or seconds.get((1, False))
-        return [
-            StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
-            for kind, time in sorted(seconds.items())
-        ]

@@ -81,17 +81,10 @@ def conversation_ids(
         raise PromptError(
             "the prompt is a list of messages, but this model has no chat template: pass a text"
         )
-    if not isinstance(how, Mapping):
-        raise OptionError("chat_template_kwargs must be a dict of names and values")
     if wrong := sorted(NOT_A_PROMPT & how.keys()):
         raise OptionError(f"chat_template_kwargs must not set {wrong[0]}: leave it out")
-    turn = {"add_generation_prompt": True}
-    if messages[-1]["role"] == "assistant":
-        if not messages[-1].get("content"):
-            raise PromptError(
-                "the last message is the assistant's and has no content to continue: leave it out"
-            )
-        turn = {"add_generation_prompt": False, "continue_final_message": True}
+    continued = messages[-1]["role"] == "assistant"
+    turn = {"add_generation_prompt": not continued, "continue_final_message": continued}
     conversation = [dict(message) for message in messages]
     try:
         ids: list[int] = apply_template(tokenizer, conversation, **{**turn, **how})
@@ -105,10 +98,7 @@ def conversation_ids(
 def _is_message(message: object) -> bool:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         return False
-    content = message.get("content")
-    return isinstance(content, str | list | tuple) or (
-        content is None and bool(message.get("tool_calls"))
-    )
+    return isinstance(message.get("content"), str | list) or bool(message.get("tool_calls"))
 
 
 # --- the template of Mistral's instruct models ---

@@ -5,7 +5,6 @@ mlx-lm and transformers take a second to import, so they are imported only to lo
 
 from __future__ import annotations
 
-import glob
 import logging
 import re
 import time
@@ -107,8 +106,6 @@ def load_lazily(
     from mlx_lm.utils import load_model
 
     check_weights(directory)
-    if glob.escape(str(directory)) != str(directory):  # mlx-lm would take the name for a pattern
-        raise LoadError(f"{directory}: its name has one of [, * and ?; rename it")
     try:
         model, config = load_model(directory, lazy=True, model_config=changes or {})
         _try(model)
@@ -144,13 +141,11 @@ _ADAPTERS = "name a directory that mlx_lm.lora has written for this model"
 def find_adapters(path: str | Path) -> Path:
     """The directory of adapters, after all checks that need no model."""
     directory = local_path(path)
-    if not directory.is_dir():
-        raise LoadError(f"{path}: no directory of adapters; {_ADAPTERS}")
-    for name in ("adapter_config.json", "adapters.safetensors"):
-        if not (directory / name).is_file():
-            raise LoadError(f"{directory}: no {name}; {_ADAPTERS}")
-    read_json_object(directory / "adapter_config.json")
-    check_weights_file(directory / "adapters.safetensors")
+    try:
+        read_json_object(directory / "adapter_config.json")
+        check_weights_file(directory / "adapters.safetensors")
+    except LoadError as error:
+        raise LoadError(f"{error}; {_ADAPTERS}") from error
     return directory
 
 

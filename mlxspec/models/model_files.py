@@ -53,12 +53,9 @@ def find_directory(
     path, name = local_path(path_or_repo), os.fspath(path_or_repo)
     if path.is_dir():
         return path
-    if path.exists():
-        problem = "a file; name the directory with the model's config.json"
-        raise LoadError(f"{name}: {_USE_MLX if is_gguf(path) else problem}")
     repository, its_revision = hub_repository(name)
-    if not is_repository_name(repository) or repository.lower().endswith(".gguf"):
-        raise LoadError(f"{name}: {instead_of(name)}")
+    if path.exists() or not is_repository_name(repository):
+        raise LoadError(f"{name}: {NO_MODEL_NAME}")
     return download(repository, revision or its_revision, weights=weights)
 
 
@@ -84,21 +81,7 @@ def hub_repository(name: str) -> tuple[str, str | None]:
     return (url["repository"], url["revision"]) if url else (name, None)
 
 
-def is_downloaded(repository: str) -> bool:
-    """Whether a repository's settings and weights seem to be on this machine."""
-    from huggingface_hub import snapshot_download
-
-    patterns = [*_TOKENIZER_AND_SETTINGS, WEIGHTS]
-    try:
-        found = snapshot_download(repository, allow_patterns=patterns, local_files_only=True)
-    except (OSError, ValueError):  # including the Hub's errors
-        return False
-    return any(Path(found).glob(WEIGHTS)) and (Path(found) / "config.json").is_file()
-
-
-def download(
-    repository: str, revision: str | None = None, *, weights: Collection[str] = (WEIGHTS, *BESIDE)
-) -> Path:
+def download(repository: str, revision: str | None, *, weights: Collection[str]) -> Path:
     """Download a repository's missing model files, with a progress bar; returns the local copy.
 
     Args:
@@ -111,7 +94,7 @@ def download(
         LoadError: the repository or revision does not exist, has no weights for MLX, or requires a
             licence or a login; or the network or the disk fails.
     """
-    from huggingface_hub import list_repo_files, snapshot_download
+    from huggingface_hub import snapshot_download
 
     patterns = [*_TOKENIZER_AND_SETTINGS, *weights]
     try:
@@ -121,16 +104,9 @@ def download(
         problem = _DOWNLOAD_PROBLEMS.get(
             type(error).__name__, f"the download failed ({reason}); run it again to continue it"
         )
-        if "gguf" in repository.lower():
-            problem += f"; by its name, it is {_USE_MLX}"
         raise LoadError(f"{repository}: {problem}") from error
     if weights and not any(file for pattern in weights for file in found.glob(pattern)):
-        try:
-            files = list_repo_files(repository, revision=revision)
-            problem = instead_of_files(files) or "no weights; name another repository"
-        except Exception:  # as above
-            problem = _DOWNLOAD_PROBLEMS["LocalEntryNotFoundError"]
-        raise LoadError(f"{repository}: {problem}")
+        raise LoadError(f"{repository}: no {WEIGHTS}, or the Hub cannot be reached; {_USE_MLX}")
     return found
 
 
@@ -144,44 +120,13 @@ _DOWNLOAD_PROBLEMS = {
     "network",
 }
 
-
-# --- files of other programs ---
-
 _USE_MLX = (
-    "a model in GGUF format, as for llama.cpp and Ollama; use one for MLX, from "
-    "https://huggingface.co/mlx-community/models, or convert the original: "
-    "mlxspec convert --hf-path OWNER/NAME -q"
+    "use a model for MLX, in safetensors and not GGUF, such as those of "
+    "https://huggingface.co/mlx-community/models, or convert an original with `mlxspec convert`"
 )
 
-
-def is_gguf(path: Path) -> bool:
-    """Whether a file's content is in GGUF format."""
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == b"GGUF"
-    except OSError:
-        return False
-
-
-def instead_of(name: str) -> str:
-    """What to do about a name that is neither a path nor a repository."""
-    if name.startswith(("http://", "https://")):
-        return "not a model on huggingface.co; name a repository there as owner/name"
-    missing = "no such directory, and not the name of a Hub repository (owner/name)"
-    if "gguf" in name.lower():
-        return f"{missing}; by its name, it is {_USE_MLX}"
-    return missing if "/" in name else f"{missing}; {_USE_MLX.partition('; ')[2]}"
-
-
-def instead_of_files(files: Collection[str]) -> str | None:
-    """What to use instead of a model with these files; None if unknown."""
-    if any(file.startswith("consolidated") for file in files):
-        return "an original checkpoint; convert it with `mlxspec convert --torch-path DIRECTORY`"
-    if any(file.lower().endswith(".gguf") for file in files):
-        return _USE_MLX
-    if any(file.endswith((".bin", ".pth", ".pt")) for file in files):
-        return "it has PyTorch's weights; use a version of the model with safetensors"
-    return None
+NO_MODEL_NAME = f"no such directory, and not the name of a Hub repository (owner/name); {_USE_MLX}"
+"""What is wrong with a name, such as a GGUF file's or Ollama's, and what to use instead."""
 
 
 # --- check the files ---
@@ -195,8 +140,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise LoadError(f"{path}: does not exist") from error
     except OSError as error:
         raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
@@ -213,7 +156,7 @@ def read_config(directory: Path) -> dict[str, Any]:
         LoadError: a file is missing or damaged, or the model needs Python code of its repository.
     """
     if not (directory / "config.json").is_file():
-        raise LoadError(f"{directory}: no config.json; {_remedy(directory)}")
+        raise LoadError(f"{directory}: no config.json; {_USE_MLX}")
     config = read_json_object(directory / "config.json")
     if config.get("model_file") is not None:
         raise LoadError(
@@ -238,7 +181,7 @@ def check_weights(directory: Path) -> list[mx.array]:
     """
     paths = sorted(directory.glob(WEIGHTS))
     if not paths:
-        raise LoadError(f"{directory}: no {WEIGHTS}; {_remedy(directory)}")
+        raise LoadError(f"{directory}: no {WEIGHTS}; {_USE_MLX}")
     for name in sorted(set(read_weight_map(directory).values())):
         if not (directory / name).is_file():
             raise LoadError(f"{directory}: the weights file {name} is missing; fetch it again")
@@ -270,12 +213,6 @@ def check_weights_file(path: Path) -> dict[str, mx.array]:
         raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
         raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
-
-
-def _remedy(directory: Path) -> str:
-    """The remedy for a directory without a model for MLX."""
-    problem = instead_of_files([path.name for path in directory.glob("*")])
-    return problem or "fetch the whole model, or name another directory"
 
 
 def one_line(error: Exception) -> str:

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 from ..errors import LoadError
@@ -30,8 +30,8 @@ class ModelFiles:
         trouble: why the model cannot run as it is, and the remedy; "" if it can.
         architecture: the ``model_type`` of ``config.json``.
         weights: the type of the weights, such as "4 bits" or "bf16".
-        weight_bytes: the size of the weights, with those of a trained head beside them.
-        half_bytes: how many of these bytes are in half precision, which becomes float32 on the CPU.
+        memory_bytes: what the weights take in memory, with those of a trained head beside them. On
+            the CPU half precision becomes float32.
     """
 
     directory: Path
@@ -39,8 +39,7 @@ class ModelFiles:
     trouble: str = ""
     architecture: str = ""
     weights: str = ""
-    weight_bytes: int = 0
-    half_bytes: int = 0
+    memory_bytes: int = 0
 
 
 def cached_repositories() -> Iterator[tuple[str, Path]]:
@@ -64,47 +63,33 @@ def cached_repositories() -> Iterator[tuple[str, Path]]:
 def models_in(folder: Path) -> Iterator[tuple[str, Path]]:
     """The name and the directory of each model in a folder: MODEL, or PUBLISHER/MODEL.
 
-    The folder may also be a model's own. What cannot be read is left out.
+    The folder may also be a model's own.
     """
-    if _is_model(folder):
+    if (folder / "config.json").is_file():
         yield folder.resolve().name, folder
         return
-    for path in _listed(folder):
-        if _is_model(path):
-            yield path.name, path
-        else:
-            for own in _listed(path):
-                if _is_model(own):
-                    yield f"{path.name}/{own.name}", own
+    for pattern in ("*/config.json", "*/*/config.json"):
+        for config in sorted(folder.glob(pattern)):
+            directory = config.parent
+            if not (directory.parent / "config.json").is_file():  # else it is part of a model
+                yield directory.relative_to(folder).as_posix(), directory
 
 
-def _listed(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:  # a file, or without permission
-        return []
-
-
-def _is_model(path: Path) -> bool:
-    with suppress(OSError):
-        return (path / "config.json").is_file()
-    return False
-
-
-def lm_studio_folders() -> Iterator[Path]:
-    """The folders in which LM Studio keeps models as PUBLISHER/MODEL."""
-    for home in map(local_path, ("~/.lmstudio", "~/.cache/lm-studio")):
-        folder = home / "models"
-        with suppress(LoadError):
-            chosen = read_json_object(home / "settings.json").get("downloadsFolder")
-            folder = local_path(chosen) if isinstance(chosen, str) and chosen else folder
-        if folder.is_dir():
-            yield folder
+def lm_studio_folder() -> Path:
+    """The folder in which LM Studio keeps models as PUBLISHER/MODEL."""
+    home = local_path("~/.lmstudio")
+    with suppress(LoadError):
+        chosen = read_json_object(home / "settings.json").get("downloadsFolder")
+        if isinstance(chosen, str) and chosen:
+            return local_path(chosen)
+    return home / "models"
 
 
 def model_files(directory: Path) -> ModelFiles:
     """Examine a model's directory."""
     nbytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
+    import mlx.core as mx
+
     try:
         config = read_config(directory)
         if named_kind(config):
@@ -119,30 +104,26 @@ def model_files(directory: Path) -> ModelFiles:
     types: Counter[str] = Counter()
     for tensor in tensors:
         types[str(tensor.dtype).removeprefix("mlx.core.")] += tensor.nbytes
-    half = types["float16"] + types["bfloat16"]
-    weights = _in_words(config, types)
-    beside = sum(path.stat().st_size for pattern in BESIDE for path in directory.glob(pattern))
-    return ModelFiles(directory, nbytes, "", architecture, weights, types.total() + beside, half)
+    memory = types.total()
+    if mx.default_device().type == mx.cpu:
+        memory += types["float16"] + types["bfloat16"]
+    memory += sum(path.stat().st_size for pattern in BESIDE for path in directory.glob(pattern))
+    return ModelFiles(directory, nbytes, "", architecture, _in_words(config, types), memory)
 
 
 def _is_known(architecture: str) -> bool:
-    """Whether mlx-lm has an architecture; imports mlx-lm only to look up other names."""
-    found = find_spec("mlx_lm")
-    places = found.submodule_search_locations if found else None
-    if any((Path(place) / "models" / f"{architecture}.py").is_file() for place in places or ()):
-        return True
-    from mlx_lm.utils import MODEL_REMAPPING  # takes more than a second
+    """Whether mlx-lm has an architecture, under this name or another."""
+    import mlx_lm.models  # takes a second
+    from mlx_lm.utils import MODEL_REMAPPING
 
-    return architecture in MODEL_REMAPPING
+    known = {module.name for module in iter_modules(mlx_lm.models.__path__)}
+    return MODEL_REMAPPING.get(architecture, architecture) in known
 
 
 def _in_words(config: dict[str, Any], types: Counter[str]) -> str:
-    """The kind of quantisation, or the type of most weights."""
-    quantized, foreign = config.get("quantization"), config.get("quantization_config")
-    if isinstance(quantized, dict) and isinstance(quantized.get("bits"), int):
-        mode = quantized.get("mode", "affine")
-        return f"{quantized['bits']} bits" + (f", {mode}" if mode != "affine" else "")
-    if isinstance(foreign, dict) and isinstance(foreign.get("quant_method"), str):
-        return foreign["quant_method"][:20]
+    """The bits of quantised weights, or the type of most weights."""
+    quantization = config.get("quantization")
+    if isinstance(quantization, dict) and "bits" in quantization:
+        return f"{quantization['bits']} bits"
     most = max(types, key=lambda dtype: (types[dtype], dtype), default="")
     return _TYPES.get(most, most)

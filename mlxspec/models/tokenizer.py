@@ -1,12 +1,13 @@
 """Loads a model's tokenizer, from Hugging Face's files or from SentencePiece's model alone.
 
-A detokenizer turns token ids into pieces of text as they arrive. A loaded tokenizer has one of
-those in this file besides mlx-lm's own, which mlx-lm's functions use, and those that replace them.
-Ours hold a character back until all of its tokens have come, and drop no space.
+A detokenizer turns token ids into pieces of text as they arrive. A loaded tokenizer has the one in
+this file besides mlx-lm's own, which mlx-lm's functions use, and those that replace them. Ours
+holds a character back until all of its tokens have come, and drops no space.
 
-An output always follows a prompt, if only a BOS token. So they keep the space that a SentencePiece
+An output always follows a prompt, if only a BOS token. So it keeps the space that a SentencePiece
 decoder strips from the start of a text. The text of a special token is its name. An id beyond the
-vocabulary, which a padded output layer can produce, has no text.
+vocabulary, which a padded output layer can produce, has no text. Tokenizers that are neither
+byte-level nor of SentencePiece's kind have mlx-lm's detokenizer.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mlx_lm.tokenizer_utils import (
+    NaiveStreamingDetokenizer,
     StreamingDetokenizer,
     TokenizerWrapper,
     _is_bpe_decoder,
@@ -31,7 +33,7 @@ from mlx_lm.tokenizer_utils import (
 )
 from mlx_lm.utils import load_tokenizer as load_hugging_face_tokenizer
 from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..drafting.acceptance import token_classes
@@ -190,51 +192,11 @@ class ByteDetokenizer(StreamingDetokenizer):
     def add_token(self, token: int) -> None:
         """Take the next token; its text may wait for the tokens after it."""
         self.tokens.append(token)
-        self.text += self._next_text(token)
+        self.text += self._decoder.decode(self.token_bytes(token))
 
     def finalize(self) -> None:
         """Release the text held back, with U+FFFD for an incomplete character."""
-        self.text += self._remaining_text()
-
-    def _next_text(self, token: int) -> str:
-        return self._decoder.decode(self.token_bytes(token))
-
-    def _remaining_text(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
-class WindowDetokenizer(ByteDetokenizer):
-    """Finds a token's text, with any tokenizer, as the difference between two decodings."""
-
-    def __init__(self, decode: Callable[[list[int]], str], vocabulary_size: int, first: int):
-        """``first`` is the token that stands in for the prompt."""
-        self._decode = decode
-        self._vocabulary_size = vocabulary_size
-        self._first = first
-        super().__init__(self._bytes_alone)
-
-    def reset(self) -> None:
-        super().reset()
-        self._before = [self._first]
-        self._waiting: list[int] = []
-
-    def _bytes_alone(self, token: int) -> bytes:
-        if token >= self._vocabulary_size:
-            return b""
-        return self._decode([self._first, token])[len(self._decode([self._first])) :].encode()
-
-    def _next_text(self, token: int) -> str:
-        if token >= self._vocabulary_size:
-            return ""
-        self._waiting.append(token)
-        text = self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
-        if text.endswith("\ufffd"):
-            return ""
-        self._before, self._waiting = self._waiting, []
-        return text
-
-    def _remaining_text(self) -> str:
-        return self._decode(self._before + self._waiting)[len(self._decode(self._before)) :]
+        self.text += self._decoder.decode(b"", final=True)
 
 
 # --- which one a tokenizer gets ---
@@ -256,54 +218,36 @@ def detokenizer_of(wrapper: TokenizerWrapper) -> Any:
 def token_bytes(wrapper: TokenizerWrapper, token: int) -> bytes:
     """The bytes of a single token, with a leading space and incomplete characters.
 
-    Decoding a single token would drop both.
+    Decoding a single token may drop both.
     """
     own = getattr(wrapper, "_mlxspec_detokenizer", None) or getattr(wrapper, "_mlxspec_bytes", None)
-    if own is None:
-        tokenizer = wrapper._tokenizer
-        if not isinstance(tokenizer, PreTrainedTokenizerBase):
-            return str(wrapper.decode([token])).encode()
-        own = streaming_detokenizer(tokenizer)
-        wrapper._mlxspec_bytes = own  # for bytes only: mlx-lm's detokenizer makes the output's text
-    return bytes(own.token_bytes(token))
+    if own is None:  # mlx-lm has loaded it, and its detokenizer makes the output's text
+        own = wrapper._mlxspec_bytes = streaming_detokenizer(wrapper._tokenizer)
+    if isinstance(own, ByteDetokenizer):
+        return own.token_bytes(token)
+    return str(wrapper.decode([token])).encode()
 
 
-def streaming_detokenizer(tokenizer: PreTrainedTokenizerBase) -> ByteDetokenizer:
+def streaming_detokenizer(tokenizer: PreTrainedTokenizerBase) -> StreamingDetokenizer:
     """The detokenizer for a transformers tokenizer, chosen by the kind of its decoder."""
-    decoder = _decoder_of(tokenizer)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None:
+        return NaiveStreamingDetokenizer(tokenizer)
+    decoder = json.loads(backend.decoder.__getstate__())
     prefix_space = _is_spm_decoder(decoder)
-    to_bytes = None
     if _is_bpe_decoder(decoder):
         to_bytes = _byte_level_bytes
     elif prefix_space or _is_spm_decoder_no_space(decoder):
         to_bytes = _sentencepiece_bytes
-    if to_bytes:
+    else:
+        return NaiveStreamingDetokenizer(tokenizer)
 
-        @cache
-        def bytes_of(token: int) -> bytes:
-            name = tokenizer.backend_tokenizer.id_to_token(token)
-            return b"" if name is None else to_bytes(name)
+    @cache
+    def bytes_of(token: int) -> bytes:
+        name = backend.id_to_token(token)
+        return b"" if name is None else to_bytes(name)
 
-        return ByteDetokenizer(bytes_of, prefix_space)
-
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    first = tokenizer.bos_token_id
-    if first is None:
-        first = tokenizer.eos_token_id or 0
-    return WindowDetokenizer(decode, len(tokenizer), first)
-
-
-def _decoder_of(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """The decoder in the form of ``tokenizer.json``; None for a class with its own decoding."""
-    kind, plain = type(tokenizer), PreTrainedTokenizerFast
-    if not isinstance(tokenizer, plain):
-        return None
-    if (kind.decode, kind._decode) != (plain.decode, plain._decode):
-        return None
-    decoder = tokenizer.backend_tokenizer.decoder
-    return json.loads(decoder.__getstate__()) if decoder is not None else None
+    return ByteDetokenizer(bytes_of, prefix_space)
 
 
 def _sentencepiece_bytes(name: str) -> bytes:

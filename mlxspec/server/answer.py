@@ -7,27 +7,24 @@ parts: text, reasoning and tool calls. Each API renders these parts.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
 import secrets
 import string
 from abc import ABC, abstractmethod
-from asyncio import FIRST_COMPLETED
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from .auth import OnRefusal
-from .body import ApiError, is_messages, new_request_id
+from .body import ApiError
 from .worker import Begun, Ended, Event, EventStream, Piece
 
 # --- the format of an output ---
@@ -42,7 +39,6 @@ class OutputFormat:
         tools: the tools offered to the model. Without any, calls are plain text.
         initial: the state in which the output begins: "normal", "reasoning", "tool", or a state
             of the model's own.
-        call_begun: the part of the first call, after its marker, that is in the prompt.
         several_calls: whether an answer may have more than one call.
         trims_space: whether the output begins with a space that the tokenizer added.
     """
@@ -50,7 +46,6 @@ class OutputFormat:
     tokenizer: TokenizerWrapper
     tools: Sequence[dict[str, Any]] = ()
     initial: str = "normal"
-    call_begun: str = ""
     several_calls: bool = True
     trims_space: bool = False
 
@@ -117,7 +112,7 @@ class OutputParser:
         self._gap = ""  # white space that is dropped if a marker follows
         self._after_marker = format.initial == "reasoning"
         self._trims_space = format.trims_space
-        self._call = format.call_begun  # the text since the last call marker
+        self._call = ""  # the text since the last call marker
         self._written = ""  # what the model wrote of it, with the marker
         self._sent = 0  # how many of its characters were sent as calls
         self._object: int | None = None  # where the arguments that are being sent begin
@@ -404,6 +399,7 @@ class ApiAnswer(ABC):
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = choices
+        self._begun = False
 
     @property
     def done(self) -> bool:
@@ -412,7 +408,7 @@ class ApiAnswer(ABC):
 
     def feed(self, events: Iterable[Event]) -> list[dict[str, Any]]:
         """Take events; returns the chunks that a streamed answer sends for them."""
-        chunks = self.begin()
+        chunks = self.begun()
         for index, group in groupby(events, key=lambda event: event.index):
             choice, happened = self.choices[index], [*group]
             first, last = happened[0], happened[-1]
@@ -425,8 +421,13 @@ class ApiAnswer(ABC):
             chunks += self.close()
         return chunks
 
-    def begin(self) -> list[dict[str, Any]]:
+    def begun(self) -> list[dict[str, Any]]:
         """The chunks before any event, returned once: by this call or by :meth:`feed`."""
+        first, self._begun = not self._begun, True
+        return self.begin() if first else []
+
+    def begin(self) -> list[dict[str, Any]]:
+        """The chunks before any event."""
         return []
 
     def choice_begun(self, event: Begun) -> list[dict[str, Any]]:
@@ -462,6 +463,7 @@ class ApiAnswer(ABC):
 
 _log = logging.getLogger("mlxspec.server")
 
+_LOOKING = 0.2  # seconds between two looks whether the client of a whole answer has left
 FAILED = ApiError("the server has failed: see its log", status=500)
 
 
@@ -485,64 +487,16 @@ async def answered(
     request.state.answered = True
     request.state.uses.callback(stream.close)  # even if the client leaves before the first event
     if streamed:
-        return _streamed(_server_sent_events(stream, answer, keep_alive), answer.headers)
-    whole = asyncio.create_task(_whole(stream, answer, keep_alive))
-    gone = asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({whole, gone}, return_when=FIRST_COMPLETED)
-        if not whole.done():
-            return Response(status_code=499)
-        return JSONResponse(whole.result(), headers=answer.headers)
-    finally:
-        whole.cancel()
-        gone.cancel()
-
-
-Endpoint = Callable[[Request], Awaitable[Response]]
-Failed = Callable[[ApiError, str], dict[str, Any]]
-"""Makes an error's chunk in a stream that has no answer yet, from error and request id."""
-
-
-def begun_while_loading(
-    endpoint: Endpoint, keep_alive: float, failed: Failed, on_refusal: OnRefusal
-) -> Endpoint:
-    """An endpoint whose streams begin with keep-alives if their model takes long to load.
-
-    Args:
-        endpoint: sets ``request.state.loading`` while a model is being loaded for a stream.
-        keep_alive: seconds between keep-alives.
-        failed: makes the last chunk if the endpoint fails after that.
-        on_refusal: called with the path and the error if no generation has begun by then.
-    """
-
-    async def answer(request: Request) -> Response:
-        request.state.loading, request.state.id = False, new_request_id()
-        making = asyncio.ensure_future(endpoint(request))
-        request.state.uses.callback(making.cancel)
-        while not making.done():
-            await asyncio.wait({making}, timeout=keep_alive)
-            if request.state.loading and not making.done():
-                headers = {"request-id": request.state.id}
-                shown = headers if is_messages(request.url.path) else {}
-                return _streamed(after_loading(request, making), shown)
-        return making.result()
-
-    async def after_loading(
-        request: Request, making: asyncio.Future[Response]
-    ) -> AsyncIterator[str]:
-        try:
-            while not making.done():
-                yield ": the model is being loaded\n\n"
-                await asyncio.wait({making}, timeout=keep_alive)
-            async for chunk in cast(StreamingResponse, making.result()).body_iterator:
-                yield str(chunk)
-        except Exception as error:
-            known = _as_api_error(error)
-            if not is_answered(request):  # otherwise the log records the generation's end
-                on_refusal(request.url.path, known)
-            yield framed(failed(known, request.state.id))
-
-    return answer
+        content = _server_sent_events(stream, answer, keep_alive)
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **answer.headers}
+        return StreamingResponse(content, headers=headers, media_type="text/event-stream")
+    async with aclosing(stream.events(_LOOKING)) as happening:
+        async for events in happening:
+            answer.feed(events)
+            stream.stop(answer.finished)
+            if await request.is_disconnected():
+                return Response(status_code=499)
+    return JSONResponse(answer.whole(), headers=answer.headers)
 
 
 def is_answered(request: Request) -> bool:
@@ -550,25 +504,10 @@ def is_answered(request: Request) -> bool:
     return getattr(request.state, "answered", False)
 
 
-def _streamed(content: AsyncIterator[str], headers: Mapping[str, str] = {}) -> StreamingResponse:
-    """A response of server-sent events."""
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
-    return StreamingResponse(content, headers=headers, media_type="text/event-stream")
-
-
 def framed(chunk: dict[str, Any]) -> str:
     """A chunk as a server-sent event; its name is the chunk's type, if it has one."""
     event = f"event: {chunk['type']}\n" if "type" in chunk else ""
     return f"{event}data: {json.dumps(chunk)}\n\n"
-
-
-async def _whole(stream: EventStream, answer: ApiAnswer, keep_alive: float) -> dict[str, Any]:
-    """The whole answer, once all generations have ended."""
-    async with aclosing(stream.events(keep_alive)) as happening:
-        async for events in happening:
-            answer.feed(events)
-            stream.stop(answer.finished)
-    return answer.whole()
 
 
 async def _server_sent_events(
@@ -595,9 +534,3 @@ def _as_api_error(error: Exception) -> ApiError:
         return error
     _log.error("an answer has failed", exc_info=error)
     return FAILED
-
-
-async def _disconnected(request: Request) -> None:
-    """Return when the client has disconnected."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

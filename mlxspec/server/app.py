@@ -26,18 +26,18 @@ from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.options import GenerationOptions
 from ..generation.request import State
-from .answer import FAILED, ApiAnswer, Endpoint, Failed, answered, begun_while_loading, is_answered
+from .answer import FAILED, ApiAnswer, answered, is_answered
 from .auth import AuthMiddleware, OnRefusal, body_of
 from .body import ApiError, error_response, new_request_id, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
-from .messages import MessagesAnswer, messages_headers, parse_messages
+from .messages import MessagesAnswer, MessagesBody, messages_headers
 from .openai import (
     ChatAnswer,
+    ChatBody,
     CompletionAnswer,
+    CompletionBody,
     DetokenizeBody,
     detokenized,
-    parse_chat,
-    parse_completion,
     parse_tokenize,
 )
 from .prompts import (
@@ -48,12 +48,11 @@ from .prompts import (
     is_constrained,
     text_ids,
 )
-from .requests import ApiRequest, check_ids, sampling_of_choice
+from .requests import ApiBody, check_ids, sampling_of_choice
 from .responses import (
     ResponsesAnswer,
-    ResponsesRequest,
+    ResponsesBody,
     ResponseStore,
-    failed_event,
     parse_responses,
 )
 from .served_model import ServedModel
@@ -89,11 +88,12 @@ def create_app(
 
     endpoints = Endpoints(catalog, max_tokens, keep_alive, strict_model_names)
     return Starlette(
-        routes=[*endpoints.routes(on_refusal), *_status_routes(catalog)],
+        routes=[*endpoints.routes(), *_status_routes(catalog)],
         middleware=[
             Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal),
             Middleware(keeping_models),
         ],
+        lifespan=catalog.watching,
         exception_handlers={
             ApiError: refused,
             HTTPException: refused,
@@ -121,7 +121,7 @@ _SLOW = 4  # large bodies and constraints that are read and compiled at once
 _LARGE = 1 << 20  # bytes of a large body, which may take a second and 100 MB
 
 _Result = TypeVar("_Result")
-_Chat = TypeVar("_Chat", bound=ApiRequest)
+_Chat = TypeVar("_Chat", bound=ApiBody)
 
 
 class Endpoints:
@@ -153,33 +153,21 @@ class Endpoints:
         self._slow = asyncio.Semaphore(_SLOW)
         self._responses = ResponseStore()
 
-    def routes(self, on_refusal: OnRefusal) -> list[Route]:
-        """The routes of all endpoints.
-
-        Args:
-            on_refusal: called with the path and the error of a request that is refused after its
-                response has begun.
-        """
-
-        def slow(endpoint: Endpoint, failed: Failed = lambda error, request_id: error.body) -> Any:
-            return begun_while_loading(endpoint, self._keep_alive, failed, on_refusal)
-
+    def routes(self) -> list[Route]:
+        """The routes of all endpoints."""
         post = ["POST"]
-        chat, complete = slow(self.chat), slow(self.complete)
-        create_response = slow(self.create_response, failed_event)
-        message = slow(self.message, ApiError.messages_body)
         return [
-            Route("/v1/chat/completions", chat, methods=post),
-            Route("/v1/completions", complete, methods=post),
+            Route("/v1/chat/completions", self.chat, methods=post),
+            Route("/v1/completions", self.complete, methods=post),
             Route("/v1/models", self.list_models),
             Route("/v1/models/{name:path}", self.show_model),
             Route("/v1/tokenize", self.tokenize, methods=post),
             Route("/v1/detokenize", self.detokenize, methods=post),
-            Route("/v1/responses", create_response, methods=post),
+            Route("/v1/responses", self.create_response, methods=post),
             Route("/v1/responses/input_tokens", self.count_input, methods=post),
             Route("/v1/responses/{id}", self.show_response),
             Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
-            Route("/v1/messages", message, methods=post),
+            Route("/v1/messages", self.message, methods=post),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=post),
         ]
 
@@ -187,14 +175,14 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``"""
-        body, served, prompt = await self._read_chat(request, parse_chat)
+        body, served, prompt = await self._read_chat(request, partial(parse, ChatBody))
         answer = ChatAnswer(body, served.name, served.decoder.tokenizer, prompt.format)
         return await self._respond(request, served, body, [prompt], answer)
 
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``"""
-        body = await self.read(request, parse_completion)
-        served = await self._served(request, body.model, body.stream)
+        body = await self.read(request, partial(parse, CompletionBody))
+        served = await self._served(request, body.model)
         tokenizer = served.decoder.tokenizer
 
         def made() -> tuple[list[Prompt], CompletionAnswer]:
@@ -224,12 +212,12 @@ class Endpoints:
 
     async def tokenize(self, request: Request) -> Response:
         """``/v1/tokenize``"""
-        body, chat = await self.read(request, parse_tokenize)
+        body = await self.read(request, parse_tokenize)
         served = await self._served(request, body.model)
-        if chat:
-            tokens = (await self._chat_prompt(served, chat)).tokens
+        if isinstance(body, ChatBody):
+            tokens = (await self._chat_prompt(served, body)).tokens
         else:
-            tokens = await self._ids(served, body.prompt or "", "prompt", body.add_special_tokens)
+            tokens = await self._ids(served, body.prompt, "prompt", body.add_special_tokens)
         answer = {"tokens": tokens, "count": len(tokens), "max_model_len": served.context_length}
         return JSONResponse(answer)
 
@@ -268,7 +256,7 @@ class Endpoints:
         self._responses.delete(request.state.partition, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
-    def _response_parser(self, request: Request) -> Callable[[Any], ResponsesRequest]:
+    def _response_parser(self, request: Request) -> Callable[[Any], ResponsesBody]:
         return partial(parse_responses, store=self._responses, partition=request.state.partition)
 
     def _kept(self, request: Request) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -291,14 +279,13 @@ class Endpoints:
 
     async def message(self, request: Request) -> Response:
         """``/v1/messages``"""
-        body, served, prompt = await self._read_chat(request, parse_messages)
-        answer = MessagesAnswer(body, served.name, prompt.format, request.state.id)
+        body, served, prompt = await self._read_chat(request, partial(parse, MessagesBody))
+        answer = MessagesAnswer(body, served.name, prompt.format, new_request_id())
         return await self._respond(request, served, body, [prompt], answer)
 
     async def count_tokens(self, request: Request) -> Response:
         """``/v1/messages/count_tokens``"""
-        read = partial(parse_messages, to_count=True)
-        _, served, prompt = await self._read_chat(request, read)
+        _, served, prompt = await self._read_chat(request, partial(parse, MessagesBody))
         headers = messages_headers(served.name, new_request_id())
         return JSONResponse({"input_tokens": len(prompt.tokens)}, headers=headers)
 
@@ -323,28 +310,23 @@ class Endpoints:
     ) -> tuple[_Chat, ServedModel, Prompt]:
         """Read a conversation; returns it with its model and its prompt."""
         body = await self.read(request, parse)
-        served = await self._served(request, body.model, body.stream)
+        served = await self._served(request, body.model)
         return body, served, await self._chat_prompt(served, body)
 
-    async def _served(
-        self, request: Request, name: str | None, streamed: bool = False
-    ) -> ServedModel:
+    async def _served(self, request: Request, name: str | None) -> ServedModel:
         """The model that answers a request for this name, loaded until the response is sent.
 
         Raises as :meth:`.Catalog.named` and :meth:`.Catalog.use` do.
         """
         entry = await self._catalog.named(name, self._strict)
-        request.state.loading = streamed
-        served = await self._catalog.use(entry, request.state.uses)
-        request.state.loading = False
-        return served
+        return await self._catalog.use(entry, request.state.uses)
 
     async def _tokenized(self, served: ServedModel, make: Callable[[], _Result]) -> _Result:
         """Call a function that uses a model's tokenizer, in a thread outside the event loop."""
         async with self._tokenizing[served.name]:
             return await run_in_threadpool(make)
 
-    async def _chat_prompt(self, served: ServedModel, body: ApiRequest) -> Prompt:
+    async def _chat_prompt(self, served: ServedModel, body: ApiBody) -> Prompt:
         longest, arguments = served.context_length, served.template_arguments
         make = partial(chat_prompt, body, served.decoder.tokenizer, longest, arguments)
         return await self._tokenized(served, make)
@@ -361,7 +343,7 @@ class Endpoints:
         self,
         request: Request,
         served: ServedModel,
-        body: ApiRequest,
+        body: ApiBody,
         prompts: Sequence[Prompt],
         answer: ApiAnswer,
     ) -> Response:
@@ -373,14 +355,8 @@ class Endpoints:
         """
         self._worker.check_queue(served, len(prompts) * body.n)  # before thousands are made
         prediction: Sequence[int] = ()
-        if body.prediction:
-            if not served.predicts:
-                raise ApiError(
-                    f"prediction: {served.name} is served with a --decoder that does not draft "
-                    "from predictions; leave prediction out, or serve it without --decoder",
-                    param="prediction",
-                )
-            expected = await self._ids(served, body.prediction, "prediction")
+        if text := body.prediction.content:  # a hint, which some kinds of drafting do not use
+            expected = await self._ids(served, text, "prediction")
             prediction = expected[: served.context_length]  # no output is longer
         requests: list[ServedRequest] = []
         for prompt in prompts:
@@ -394,7 +370,7 @@ class Endpoints:
     async def _choices(
         self,
         served: ServedModel,
-        body: ApiRequest,
+        body: ApiBody,
         prompt: Prompt,
         prediction: Sequence[int],
         partition: str,
@@ -421,7 +397,7 @@ class Endpoints:
             return ServedRequest(
                 *(served, tokens, max_tokens, options),
                 prediction=prediction,
-                top_logprobs=body.logprobs,
+                top_logprobs=body.top,
                 partition=partition,
             )
 
@@ -430,9 +406,7 @@ class Endpoints:
         except OptionError as error:
             raise ApiError(str(error)) from error
 
-    async def _grammar(
-        self, served: ServedModel, body: ApiRequest, prompt: Prompt
-    ) -> Grammar | None:
+    async def _grammar(self, served: ServedModel, body: ApiBody, prompt: Prompt) -> Grammar | None:
         """The compiled constraint of an answer; None without one."""
         if not is_constrained(body):
             return None
@@ -441,9 +415,10 @@ class Endpoints:
             make = partial(Vocabulary.of, tokenizer, served.decoder.vocab_size)
             vocabulary = await self._tokenized(served, make)
         except OptionError as error:
-            if body.constraint is None:  # strict tools are then not enforced
+            if not body.constraint and not body.forced_tool:  # strict tools are then not enforced
                 return None
-            raise ApiError(f"{body.constrained_by}: {error}", param=body.constrained_by) from error
+            param = body.constrained_by or "tool_choice"
+            raise ApiError(f"{param}: {error}", param=param) from error
         async with self._slow:
             return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
 

@@ -128,16 +128,19 @@ async def body_of(request: Request) -> bytes:
     Raises:
         ApiError: the body is too long, or the client disconnected.
     """
+    too_long = ApiError(
+        f"the body has more than {MOST_BYTES >> 20} MiB: send less",
+        status=413,
+        code="request_too_large",
+    )
     parts, length = [], 0
+    if int(request.headers.get("content-length", 0)) > MOST_BYTES:  # a number, or h11 refuses it
+        raise too_long
     try:
         async for part in request.stream():
             length += len(part)
             if length > MOST_BYTES:
-                raise ApiError(
-                    f"the body has more than {MOST_BYTES >> 20} MiB: send less",
-                    status=413,
-                    code="request_too_large",
-                )
+                raise too_long
             parts.append(part)
     except ClientDisconnect:  # nobody reads the answer
         raise ApiError("the client disconnected before the end of the body", status=499) from None

@@ -13,8 +13,7 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
 
@@ -31,7 +30,7 @@ from pydantic import (
 )
 from starlette.responses import JSONResponse
 
-from ..errors import MlxspecError, OptionError, printable
+from ..errors import MlxspecError, printable
 from ..jsonl import load_json
 
 
@@ -77,7 +76,9 @@ class ApiError(MlxspecError):
     def messages_body(self, request_id: str) -> dict[str, Any]:
         """The response's JSON in Anthropic's form."""
         kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else _INVALID)
-        details = {"type": kind, "message": self.message}
+        details: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.param == "thread":  # Anthropic's library then sends the whole conversation
+            details["details"] = {"error_code": "thread_unsupported_request", "unsupported": []}
         return {"type": "error", "error": details, "request_id": request_id}
 
 
@@ -186,15 +187,6 @@ _DECODER = json.JSONDecoder(parse_float=_number, parse_int=_number, parse_consta
 # --- models ---
 
 
-@contextmanager
-def blaming(param: str) -> Iterator[None]:
-    """Raise an ApiError that names a field of the body for an OptionError."""
-    try:
-        yield
-    except OptionError as error:
-        raise ApiError(f"{param}: {error}.", param=param) from error
-
-
 _LONGEST_SHOWN = 60  # characters of a value in a message
 
 _T = TypeVar("_T")
@@ -270,7 +262,7 @@ def parse(model: type[_Body], body: object) -> _Body:
         if (value := body.get(name)) is not None and value not in harmless:
             refuse(name, value, remedy)
     try:
-        return model.model_validate(body)
+        return model.model_validate({**body, "sent": body})
     except ValidationError as error:
         _refuse_first(error, body)
 
@@ -281,6 +273,8 @@ def _refuse_first(error: ValidationError, body: Any) -> NoReturn:
     path = _path(wrong["loc"], body)
     if wrong["type"] == "missing":
         raise ApiError(f"{path} is missing: send it.", param=path)
+    if wrong["type"] == "value_error":  # one of ours, which says what is wrong
+        raise ApiError(f"{path}: {wrong['msg'].removeprefix('Value error, ')}.", param=path)
     remedy = re.sub(r"^(Input|String|List|Dictionary) should", "it should", wrong["msg"])
     remedy = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", remedy)
     refuse(path, wrong["input"], remedy.replace(" after validation", ""))

@@ -11,9 +11,9 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,7 +130,6 @@ class Catalog:
         """Held while a model comes or goes."""
         self._left = asyncio.Event()
         """Set when a request no longer uses its model."""
-        self._watching: asyncio.Task[None] | None = None
         self._ending = False
         self._add(find())
 
@@ -246,9 +245,12 @@ class Catalog:
         entry.used = self._clock()
         self._left.set()
 
-    def watch(self) -> None:
-        """Begin to give up what is idle; called in the event loop, at its start."""
-        self._watching = asyncio.create_task(self._watch())
+    @asynccontextmanager
+    async def watching(self, app: object) -> AsyncIterator[None]:
+        """Give up what is idle, while an ASGI application runs."""
+        task = asyncio.create_task(self._watch())
+        yield
+        task.cancel()
 
     async def _watch(self) -> None:
         while self.worker.ready:
@@ -291,10 +293,11 @@ class Catalog:
             _log.error("the model %s has failed", entry.name, exc_info=error)
         line = str(error) or type(error).__name__
         self._log({"outcome": "not loaded", "model": entry.name, "error": line})
+        status, code = 500, "model_not_loaded"
         if isinstance(error, ApiError):
-            return ApiError(line, status=error.status, param=error.param, code=error.code)
+            status, code = error.status, error.code or code
         line = f"the model {entry.name} cannot be loaded: {line}"
-        return ApiError(line, status=500, param="model", code="model_not_loaded")
+        return ApiError(line, status=status, param="model", code=code)
 
     async def _make_room(self, entry: Entry) -> None:
         """Unload models until one fits.

@@ -30,7 +30,6 @@ class HttpServer(uvicorn.Server):
         grace: seconds for running requests after the first signal. The second signal ends them.
         patience: seconds after which a client is left that reads nothing of its answer, or has
             not sent the rest of a request.
-        on_start: called in the event loop at its start.
         on_exit: called at the first signal.
     """
 
@@ -40,14 +39,12 @@ class HttpServer(uvicorn.Server):
         *,
         grace: float = 10.0,
         patience: float = 300.0,
-        on_start: Callable[[], object] = lambda: None,
         on_exit: Callable[[], object] = lambda: None,
     ) -> None:
         config = uvicorn.Config(
             app,
             http="h11",
             ws="none",
-            lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
@@ -61,17 +58,12 @@ class HttpServer(uvicorn.Server):
         self._grace = grace
         self._patience = patience
         self._waits: dict[tuple[object, ...], float] = {}
-        self._on_start = on_start
         self._on_exit = on_exit
         logging.getLogger("uvicorn.error").addFilter(_seldom)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
         if soft != resource.RLIM_INFINITY and soft < most:  # 256 on a Mac
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-    async def startup(self, sockets: Any = None) -> None:
-        self._on_start()
-        await super().startup(sockets)
 
     async def _leave_silent(self) -> None:
         """Close the connections whose clients have kept the server waiting for too long."""

@@ -8,13 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.generate import generation_stream, wired_limit
 
 from ..engine.costs import free_memory, least_free_memory, whole_memory
 from ..engine.target import together
 from .body import ApiError
-from .requests import ApiRequest
+from .requests import ApiBody
 from .served_model import Need, ServedModel
 
 _RESERVE = 0.1  # share of what is left beside weights, for slots and freed buffers
@@ -128,7 +126,7 @@ class ServerMemory:
         return sum(self._lasting.values()) + math.ceil(room)
 
     def max_tokens_for(
-        self, served: ServedModel, n_prompt: int, body: ApiRequest, default: int
+        self, served: ServedModel, n_prompt: int, body: ApiBody, default: int
     ) -> int:
         """The most tokens of an answer: what the request asks for, or as many as fit.
 
@@ -237,9 +235,7 @@ class ServerMemory:
         """Let MLX keep to the bound while the worker runs."""
         before = mx.set_memory_limit(self._bound), mx.set_cache_limit(self._spare)
         try:
-            # Each model's own use of the same limit may then end in any order.
-            with wired_limit(nn.Module(), [generation_stream]):
-                yield
+            yield
         finally:
             mx.set_memory_limit(before[0])
             mx.set_cache_limit(before[1])

@@ -6,6 +6,7 @@ own servers, such as ``cache_control`` and ``service_tier``, have no effect.
 
 from __future__ import annotations
 
+import operator
 import re
 import uuid
 from collections.abc import Iterator, Sequence
@@ -13,34 +14,16 @@ from itertools import groupby
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from pydantic import BeforeValidator, Field
+from pydantic import AliasPath, BeforeValidator, Field, PlainValidator, TypeAdapter
 
-from ..engine.params import Constraint
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
-from .body import ApiError, Body, Items, Name, blaming, parse, read_json, refuse, without_nulls
-from .requests import (
-    ApiRequest,
-    Function,
-    MaxTokens,
-    Options,
-    SamplingBody,
-    Stops,
-    ToolOutput,
-    as_parts,
-    chosen_tool,
-    conversation,
-    merged,
-    template_kwargs,
-    text_of_output,
-)
+from .body import ApiError, Body, Items, Name, read_json, without_nulls
+from .requests import ApiBody, Function, Options, Stops, ToolOutput, merged
 from .worker import Begun, Ended
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
 """The first line of Claude Code's system prompt, usually in a block of its own. It differs from
 request to request, so no prompt with it would match a cached prefix."""
-
-_TOOL_CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
-_THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 
 
 class _Block(Body):
@@ -54,18 +37,22 @@ class _Block(Body):
     input: dict[str, Any] = {}
     tool_use_id: Name = "-"
     is_error: bool = False
-    content: ToolOutput = []
+    content: ToolOutput = ""
 
     needed = {"text": ("text",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",)}
 
     def result(self) -> dict[str, Any]:
         """The message of a tool's result."""
         error = "Error: " if self.is_error else ""  # templates have no other place for it
-        text = error + text_of_output(self.content)
-        return {"role": "tool", "content": [text], "tool_call_id": self.tool_use_id}
+        content = [error + self.content]
+        return {"role": "tool", "content": content, "tool_call_id": self.tool_use_id}
 
 
-_Blocks = Annotated[Items[_Block], BeforeValidator(as_parts)]
+def _as_blocks(value: object) -> object:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+_Blocks = Annotated[Items[_Block], BeforeValidator(_as_blocks)]
 
 
 class _Turn(Body):
@@ -75,73 +62,53 @@ class _Turn(Body):
     needed = {"user": ("content",), "assistant": ("content",)}
 
 
-class MessagesBody(SamplingBody):
+class _ToolChoice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name = "-"
+
+    needed = {"tool": ("name",)}
+
+
+_thinking = TypeAdapter(Literal["enabled", "adaptive", "between_tools", "disabled"]).validate_python
+
+
+class MessagesBody(ApiBody):
     """A body of ``/v1/messages`` or ``/v1/messages/count_tokens``."""
 
-    model: str | None = None
-    max_tokens: MaxTokens = None
     system: _Blocks = []
     messages: Annotated[Items[_Turn], Field(min_length=1)]
     tools: Items[Function] = []
-    tool_choice: dict[str, Any] = {"type": "auto"}
-    thinking: dict[str, Any] | None = None
-    output_config: Options = Options()
-    stop_sequences: Stops = []
-    stream: bool = False
-    chat_template_kwargs: dict[str, Any] = {}
+    tool_choice: _ToolChoice = _ToolChoice(type="auto")
+    parallel_tool_calls: Annotated[bool, BeforeValidator(operator.not_)] = Field(
+        True, validation_alias=AliasPath("tool_choice", "disable_parallel_tool_use")
+    )
+    enable_thinking: Annotated[
+        bool | None, PlainValidator(lambda value: _thinking(value) != "disabled")
+    ] = Field(None, validation_alias=AliasPath("thinking", "type"))
+    reasoning: Options = Field(Options(), validation_alias="output_config")
+    stop: Stops = Field([], validation_alias="stop_sequences")
 
     unsupported = ("all", "/v1/messages")
+    cuts_max_tokens = True  # clients ask for what the largest models can write
 
+    def for_template(self) -> list[dict[str, Any]]:
+        text = "".join(_BILLING.sub("", block.text) for block in self.system)
+        system = [{"role": "system", "content": [text]}] if text else []
+        messages = (message for turn in self.messages for message in _messages_of(turn))
+        return merged([*system, *messages])
 
-def parse_messages(body: object, *, to_count: bool = False) -> ApiRequest:
-    """Parse a body of ``/v1/messages``.
+    def offered(self) -> Sequence[dict[str, Any]]:
+        # All tools are shown to the model at once, whatever ``defer_loading`` is: it should not
+        # change the prompt's prefix.
+        functions = [tool.model_dump(exclude={"type", "arguments"}) for tool in self.tools]
+        return [{"type": "function", "function": without_nulls(one)} for one in functions]
 
-    Args:
-        body: the JSON value of the body.
-        to_count: the body is for ``/v1/messages/count_tokens``, which needs no ``max_tokens``.
-
-    Raises:
-        ApiError: a field is missing, wrong or unsupported.
-    """
-    asked = parse(MessagesBody, body)
-    if asked.max_tokens is None and not to_count:
-        refuse("max_tokens", None, "choose an integer of 1 or more")
-    # All tools are shown to the model at once, whatever ``defer_loading`` is: it should not change
-    # the prompt's prefix.
-    functions = [tool.model_dump(exclude={"type", "arguments"}) for tool in asked.tools]
-    tools = [{"type": "function", "function": without_nulls(one)} for one in functions]
-    text = "".join(_BILLING.sub("", block.text) for block in asked.system)
-    system = [{"role": "system", "content": [text]}] if text else []
-    messages = (message for turn in asked.messages for message in _messages_of(turn))
-    choice = asked.tool_choice
-    word = _TOOL_CHOICES.get(str(choice.get("type")))
-    if word is None:
-        refuse("tool_choice.type", choice.get("type"), f"choose one of {', '.join(_TOOL_CHOICES)}")
-    named = str(choice.get("name")) if word == "function" else None
-    thinking = None
-    if asked.thinking is not None:
-        thinking = _THINKING.get(str(kind := asked.thinking.get("type")))
-        if thinking is None:
-            refuse("thinking.type", kind, f"choose one of {', '.join(_THINKING)}")
-    place, format = "output_config.format", asked.output_config.format
-    with blaming(place):
-        constraint = Constraint.json_schema(format.schema_at(place)) if format else None
-    return ApiRequest(
-        model=asked.model,
-        sampling=asked.sampling,
-        max_tokens=asked.max_tokens,
-        cuts_max_tokens=True,  # clients ask for what the largest models can write
-        stop=tuple(asked.stop_sequences),
-        stream=asked.stream,
-        constraint=constraint,
-        constrained_by=place if constraint else "",
-        **conversation(merged([*system, *messages]), "messages"),
-        **chosen_tool(word, named, tools, "tool_choice.name" if named else "tool_choice.type"),
-        parallel_tool_calls=not choice.get("disable_parallel_tool_use"),
-        template_kwargs=template_kwargs(
-            asked.output_config.effort, thinking, asked.chat_template_kwargs
-        ),
-    )
+    @property
+    def choice(self) -> tuple[str, str | None]:
+        asked = self.tool_choice
+        if asked.type == "tool":
+            return "function", asked.name
+        return "required" if asked.type == "any" else asked.type, None
 
 
 # --- messages ---
@@ -229,7 +196,7 @@ class MessagesAnswer(ApiAnswer):
     """
 
     def __init__(
-        self, request: ApiRequest, model: str, format: OutputFormat | None, request_id: str
+        self, request: MessagesBody, model: str, format: OutputFormat | None, request_id: str
     ) -> None:
         super().__init__([Choice(0, format)])
         self.headers = messages_headers(model, request_id)

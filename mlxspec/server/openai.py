@@ -14,22 +14,13 @@ from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from .. import __version__
 from ..models.tokenizer import token_bytes
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun
 from .body import Body, Integer, Items, StringOr, TokenId, parse, refuse, without_nulls
-from .requests import (
-    MOST_CHOICES,
-    ApiRequest,
-    CommonBody,
-    Function,
-    Texts,
-    chosen_tool,
-    conversation,
-    joined,
-)
+from .requests import MOST_CHOICES, ApiBody, Function, Text
 from .worker import Piece
 
 _Top = Annotated[Integer, Field(ge=0, le=20)]
@@ -52,7 +43,7 @@ class _Tool(Body):
 
 class _Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Texts = []
+    content: Text = ""
     name: str | None = None
     reasoning_content: str = ""
     reasoning: str = ""
@@ -65,7 +56,7 @@ class _Message(Body):
         """The message in the form that chat templates expect."""
         message = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": joined(self.content),
+            "content": self.content,
             "name": self.name,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": self.reasoning_content or self.reasoning or None,
@@ -74,7 +65,7 @@ class _Message(Body):
         return without_nulls(message)
 
 
-class ChatBody(CommonBody):
+class ChatBody(ApiBody):
     """A body of ``/v1/chat/completions``."""
 
     messages: Annotated[Items[_Message], Field(min_length=1)]
@@ -83,31 +74,22 @@ class ChatBody(CommonBody):
     logprobs: bool = False
     top_logprobs: _Top = 0
 
-    unsupported = (*CommonBody.unsupported, "chats", "/v1/chat/completions")
+    unsupported = (*ApiBody.unsupported, "chats", "/v1/chat/completions")
 
+    @property
+    def top(self) -> int | None:
+        return self.top_logprobs or (0 if self.logprobs else None)
 
-def parse_chat(body: Any) -> ApiRequest:
-    """Parse a body of ``/v1/chat/completions``.
+    def for_template(self) -> list[dict[str, Any]]:
+        return [message.for_template() for message in self.messages]
 
-    Raises:
-        ApiError: a field is missing, wrong or unsupported.
-    """
-    chat = parse(ChatBody, body)
-    if chat.top_logprobs and not chat.logprobs:
-        refuse("top_logprobs", chat.top_logprobs, "send logprobs: true too")
-    asked, named, param = chat.tool_choice, None, "tool_choice"
-    if isinstance(asked, _Tool):
-        named, param = asked.function.name, "tool_choice.function.name"
-    messages = [message.for_template() for message in chat.messages]
-    tools = body.get("tools") or []  # with all fields: templates may use unknown ones
-    return ApiRequest(
-        **chat.common(),
-        **conversation(messages, "messages"),
-        **chosen_tool("function" if isinstance(asked, _Tool) else asked, named, tools, param),
-        logprobs=chat.top_logprobs if chat.logprobs else None,
-        parallel_tool_calls=chat.parallel_tool_calls,
-        template_kwargs=chat.template_kwargs(),
-    )
+    def offered(self) -> Sequence[dict[str, Any]]:
+        return self.sent.get("tools") or []  # with all fields: templates may use unknown ones
+
+    @property
+    def choice(self) -> tuple[str, str | None]:
+        asked = self.tool_choice
+        return (asked, None) if isinstance(asked, str) else ("function", asked.function.name)
 
 
 def _as_prompts(value: Any) -> Any:
@@ -119,43 +101,37 @@ _Prompt = StringOr[str, Annotated[Items[TokenId], Field(min_length=1)]]
 _Prompts = Annotated[Items[_Prompt], Field(min_length=1, max_length=MOST_CHOICES)]
 
 
-class CompletionBody(CommonBody):
-    """A body of ``/v1/completions``."""
+class CompletionBody(ApiBody):
+    """A body of ``/v1/completions``.
+
+    Choice ``i`` of the answer belongs to prompt ``i // n``. Token ids are used unchanged.
+    """
 
     prompt: Annotated[_Prompts, BeforeValidator(_as_prompts)]
     suffix: str = ""
     echo: bool = False
     logprobs: _Top | None = None
 
-    unsupported = (*CommonBody.unsupported, "/v1/completions")
+    unsupported = (*ApiBody.unsupported, "/v1/completions")
+    param = "prompt"
 
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
 
-def parse_completion(body: object) -> ApiRequest:
-    """Parse a body of ``/v1/completions``.
-
-    Raises:
-        ApiError: as for :func:`parse_chat`.
-    """
-    completion = parse(CompletionBody, body)
-    if completion.echo and completion.logprobs is not None:
-        refuse("echo", True, "leave it out, since prompt tokens have no logprobs here")
-    return ApiRequest(
-        **completion.common(),
-        param="prompt",
-        logprobs=completion.logprobs,
-        prompts=tuple(one if isinstance(one, str) else tuple(one) for one in completion.prompt),
-        suffix=completion.suffix or None,
-        echo=completion.echo,
-    )
+    @model_validator(mode="after")
+    def _has_no_logprobs_of_prompts(self) -> CompletionBody:
+        if self.echo and self.logprobs is not None:
+            refuse("echo", True, "leave it out, since prompt tokens have no logprobs here")
+        return self
 
 
 class TokenizeBody(Body):
-    """A body of ``/v1/tokenize``, with a text or a conversation."""
+    """A body of ``/v1/tokenize`` with a text."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: str
     add_special_tokens: bool = True
-    messages: Any = None
 
 
 class DetokenizeBody(Body):
@@ -165,18 +141,11 @@ class DetokenizeBody(Body):
     tokens: Items[TokenId]
 
 
-def parse_tokenize(body: object) -> tuple[TokenizeBody, ApiRequest | None]:
-    """Parse a body of ``/v1/tokenize``, with ``prompt`` or ``messages``.
-
-    Raises:
-        ApiError: both of them are missing, or one is wrong.
-    """
-    asked = parse(TokenizeBody, body)
-    if asked.messages is not None:
-        return asked, parse_chat(body)
-    if asked.prompt is None:
-        refuse("prompt", None, "send a string, or messages")
-    return asked, None
+def parse_tokenize(body: object) -> TokenizeBody | ChatBody:
+    """Parse a body of ``/v1/tokenize``, with ``prompt`` or ``messages``; raises as ``parse``."""
+    if isinstance(body, dict) and body.get("messages") is not None:
+        return parse(ChatBody, body)
+    return parse(TokenizeBody, body)
 
 
 # --- answers ---
@@ -202,7 +171,7 @@ class ChatAnswer(ApiAnswer):
 
     def __init__(
         self,
-        request: ApiRequest,
+        request: ApiBody,
         model: str,
         tokenizer: TokenizerWrapper,
         format: OutputFormat | None,
@@ -211,7 +180,6 @@ class ChatAnswer(ApiAnswer):
         super().__init__([Choice(index, format) for index in range(n_prompts * request.n)])
         self._request = request
         self._tokenizer = tokenizer
-        self._begun = False
         self._head = {
             "id": f"{self._prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -224,13 +192,10 @@ class ChatAnswer(ApiAnswer):
 
         OpenAI's Python library fails if the first chunk belongs to another choice than 0.
         """
-        if self._begun:
-            return []
-        self._begun = True
         return [chunk for choice in self.choices for chunk in self._begin_choice(choice)]
 
     def close(self) -> list[dict[str, Any]]:
-        if not self._request.include_usage:
+        if not self._request.stream_options.include_usage:
             return []
         return [self._envelope(self._chunk_object, [], self.usage())]
 
@@ -266,7 +231,7 @@ class ChatAnswer(ApiAnswer):
     ) -> dict[str, Any]:
         """A chunk for one choice, with its drafts if they were requested."""
         content = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
-        if self._request.drafts and drafts:
+        if self._request.mlxspec.drafts and drafts:
             content["mlxspec"] = {"drafts": drafts}
         return self._envelope(self._chunk_object, [content], None)
 
@@ -274,7 +239,7 @@ class ChatAnswer(ApiAnswer):
         self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None
     ) -> dict[str, Any]:
         envelope = {**self._head, "object": kind, "choices": choices}
-        if usage or self._request.include_usage:
+        if usage or self._request.stream_options.include_usage:
             envelope["usage"] = usage
         return envelope
 
@@ -321,7 +286,7 @@ class ChatAnswer(ApiAnswer):
         }
 
     def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        if self._request.logprobs is None:
+        if self._request.top is None:
             return None
         return {"content": chat_logprobs(self._tokenizer, pieces), "refusal": None}
 
@@ -336,11 +301,11 @@ class CompletionAnswer(ChatAnswer):
 
     _prefix, _object, _chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, request: ApiRequest, model: str, tokenizer: TokenizerWrapper) -> None:
-        super().__init__(request, model, tokenizer, None, len(request.prompts))
+    def __init__(self, request: CompletionBody, model: str, tokenizer: TokenizerWrapper) -> None:
+        super().__init__(request, model, tokenizer, None, len(request.prompt))
         self._echoes = [
             prompt if isinstance(prompt, str) else detokenized(tokenizer, prompt)
-            for prompt in request.prompts
+            for prompt in request.prompt
             if request.echo
         ]
 
@@ -355,9 +320,7 @@ class CompletionAnswer(ChatAnswer):
         chunks = []
         for run in runs:  # at most one
             offset = len(self._echo(choice)) + len(run.part.text) - len(run.text)
-            logprobs = completion_logprobs(
-                self._tokenizer, run.pieces, offset, self._request.logprobs
-            )
+            logprobs = completion_logprobs(self._tokenizer, run.pieces, offset, self._request.top)
             if run.text or logprobs:
                 fields = {"text": run.text, "logprobs": logprobs}
                 chunks.append(self._chunk(choice, fields, run.drafts))
@@ -366,7 +329,7 @@ class CompletionAnswer(ChatAnswer):
         return chunks
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        echo, top = self._echo(choice), self._request.logprobs
+        echo, top = self._echo(choice), self._request.top
         logprobs = completion_logprobs(self._tokenizer, choice.pieces, len(echo), top)
         return {
             "index": choice.index,

@@ -56,7 +56,6 @@ class _Entry:
         partition: digest of the partition's name.
         session: the session.
         nbytes: the memory of the session.
-        lent: whether the session is in use.
         branch: where other prompts continued differently; a copy is kept there for them.
         shared: whether the entry is such a copy, which is never continued itself.
         used: when it was last used: the number of that use, of all models' entries.
@@ -67,7 +66,6 @@ class _Entry:
     partition: str
     session: Session
     nbytes: int = 0
-    lent: bool = False
     branch: int = 0
     shared: bool = False
     used: int = 0
@@ -158,17 +156,17 @@ class PrefixCache:
         entry, length, moves = self._best(tokens, name)
         if entry and moves:
             del self._idle[entry]
-        elif entry and not entry.lent:
+        elif entry in self._idle:
             self._touch(entry)
         make_room()
-        if entry and (moves or entry.lent or entry in self._idle):
+        if entry and (moves or entry in (*self._idle, *self._lent.values())):
             session = entry.session if moves else entry.session.fork(length, room=len(tokens))
             self.hits += 1
             self.forks += not moves
         else:
             session, length = Session(), 0
             self.misses += 1
-        lent = _Entry(tokens, len(tokens), name, session, lent=True)
+        lent = _Entry(tokens, len(tokens), name, session)
         if not self._cuttable:
             # No state was kept where the prompt departs from others. Keep one for later prompts.
             longest = max((common for common, _ in self._matches(tokens, name)), default=0)
@@ -208,12 +206,12 @@ class PrefixCache:
         if entry is None:  # it shares nothing
             return
         tokens = entry.tokens = array("i", session.tokens)
-        entry.nbytes, entry.lent = session.nbytes, False
+        entry.nbytes = session.nbytes
         if not tokens or entry.nbytes > self.max_bytes or not self._alike(entry, len(tokens)):
             return
         entry.n_prompt = min(entry.n_prompt, len(tokens))
         for common, other in self._matches(tokens, entry.partition):
-            is_prefix = common == len(other.tokens) and not (other.lent or other.shared)
+            is_prefix = common == len(other.tokens) and other in self._idle and not other.shared
             if is_prefix and session.reach(common) == common:
                 del self._idle[other]
         self._touch(entry)
@@ -293,7 +291,7 @@ class PrefixCache:
         Only an answer that the client changed or left out may be lost, with the tokens that open
         it, and only if it is no longer than the rest.
         """
-        if entry.lent or entry.shared:
+        if entry.shared or entry not in self._idle:
             return False
         in_prompt, rest = entry.n_prompt - common, len(entry.tokens) - common
         return in_prompt <= min(_OPENING, common // 2) and rest <= max(common, _OPENING)
@@ -351,8 +349,8 @@ class PrefixCache:
     def load(self, directory: Path, most: int | None = None) -> None:
         """Make entries of files that :meth:`save` has written, those that were used last.
 
-        Files that are damaged, belong to another model, or are writable by other users are
-        reported and skipped.
+        Files that are damaged or belong to another model are reported and skipped, and so is a
+        directory that other users may write to.
 
         Args:
             directory: where the files are.
@@ -381,8 +379,6 @@ class PrefixCache:
     def _read(self, path: Path) -> _Entry | None:
         """The entry of a file; None if it cannot be used."""
         try:
-            if not self._trusts(path):
-                return None
             metadata = read_prompt_cache_metadata(path)
             if metadata["model"] != self._fingerprint:
                 self._warn(f"{path}: ignored, since it is for another model, version or option")

@@ -17,8 +17,9 @@ from ..models.chat_template import apply_template, reserved_arguments
 from ..models.model import encode_prompt
 from ..models.tokenizer import detokenizer_of
 from .answer import OutputFormat, parser_name
-from .body import ApiError, blaming
-from .requests import ApiRequest
+from .body import ApiError
+from .openai import CompletionBody
+from .requests import ApiBody
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Prompt:
 
 
 def chat_prompt(
-    request: ApiRequest,
+    request: ApiBody,
     tokenizer: TokenizerWrapper,
     longest: int | None = None,
     arguments: Mapping[str, Any] | None = None,
@@ -59,7 +60,7 @@ def chat_prompt(
     """
     if not tokenizer.has_chat_template:
         raise ApiError("This model has no chat template: use /v1/completions.", param="model")
-    if request.tools and (reason := why_no_tools(tokenizer)):
+    if request.tools_shown and (reason := why_no_tools(tokenizer)):
         raise ApiError(
             f"This model does not support tools, since {reason}: leave tools out.", param="tools"
         )
@@ -67,22 +68,24 @@ def chat_prompt(
     initial = tokenizer.response_initial_state or "normal"
     if _is_reasoning(request, tokenizer, text):
         initial = "reasoning"
-    opening, trims_space = "", False
-    if request.tool_choice == "auto":
-        # In a continued text the model itself has written the spaces.
-        puts_space = bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
-        trims_space = puts_space and not request.continued
-    else:
-        opening = call_opening(tokenizer, request.forced_tool)
+    # In a continued text the model itself has written the spaces.
+    puts_space = bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
+    trims_space = puts_space and not request.continued
+    if request.demands_call:
+        known = request.forced_tool is None or parser_name(tokenizer) in _FORMATS
+        if tokenizer.response_initial_state or not known:
+            raise ApiError(
+                'tool_choice: this model cannot be made to call that function; send "auto".',
+                param="tool_choice",
+            )
         if initial == "reasoning":  # a call inside reasoning would not count
             text += f"\n{tokenizer.think_end}\n\n"
-        text += tokenizer.tool_call_start + opening
-        initial = "tool"
+        text += tokenizer.tool_call_start
+        initial, trims_space = "tool", False
     format = OutputFormat(
         tokenizer,
-        request.tools,
+        request.tools_shown,
         initial=initial,
-        call_begun=opening,
         several_calls=request.parallel_tool_calls,
         trims_space=trims_space,
     )
@@ -131,9 +134,7 @@ def check_length(text: str, param: str, longest: int | None) -> None:
         )
 
 
-def _templated(
-    request: ApiRequest, tokenizer: TokenizerWrapper, arguments: Mapping[str, Any]
-) -> str:
+def _templated(request: ApiBody, tokenizer: TokenizerWrapper, arguments: Mapping[str, Any]) -> str:
     own = _RESERVED.union(tokenizer.SPECIAL_TOKENS_ATTRIBUTES, tokenizer.special_tokens_map)
     for name in request.template_kwargs:
         if name in own:
@@ -144,13 +145,13 @@ def _templated(
     how = {
         **arguments,
         **request.template_kwargs,
-        "tools": list(request.tools) or None,
+        "tools": list(request.tools_shown) or None,
         "add_generation_prompt": not request.continued,
         "continue_final_message": request.continued,
         "tokenize": False,
     }
     try:
-        return cast(str, apply_template(tokenizer, list(request.messages), **how))
+        return cast(str, apply_template(tokenizer, list(request.conversation), **how))
     except PromptError as error:
         raise ApiError(
             f"{error}: send messages with roles, and in an order, that this model accepts.",
@@ -161,45 +162,18 @@ def _templated(
 _RESERVED = reserved_arguments()
 
 
-def _is_reasoning(request: ApiRequest, tokenizer: TokenizerWrapper, text: str) -> bool:
+def _is_reasoning(request: ApiBody, tokenizer: TokenizerWrapper, text: str) -> bool:
     """Whether the answer begins inside reasoning."""
     if request.continued:
-        return leaves_reasoning_open(request.messages[-1]["content"], tokenizer)
+        return leaves_reasoning_open(request.conversation[-1]["content"], tokenizer)
     return tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
-
-
-def call_opening(tokenizer: TokenizerWrapper, name: str | None) -> str:
-    """The beginning of a call, after its marker, which makes the model continue the call.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        name: the function's name; None if the model may choose.
-
-    Raises:
-        ApiError: the model's call format is unknown.
-    """
-    # Without the space before the arguments, which belongs to their first token.
-    as_json = f'{{"name": {json.dumps(name)}, "arguments":'
-    has_args = "[ARGS]" in tokenizer.get_vocab()
-    openings = {
-        "json_tools": f"\n{as_json}",
-        "qwen3_coder": f"\n<function={name}>\n",
-        "mistral": f"{name}[ARGS]" if has_args else f"[{as_json}",
-    }
-    parser = parser_name(tokenizer)
-    if not tokenizer.response_initial_state and (name is None or parser in openings):
-        return "" if name is None else openings[parser]
-    raise ApiError(
-        'tool_choice: this model cannot be made to call that function; send "auto".',
-        param="tool_choice",
-    )
 
 
 # --- constraints ---
 
 
 def compiled_constraint(
-    request: ApiRequest, prompt: Prompt, tokenizer: TokenizerWrapper, vocabulary: Vocabulary
+    request: ApiBody, prompt: Prompt, tokenizer: TokenizerWrapper, vocabulary: Vocabulary
 ) -> Grammar | None:
     """Compile a request's constraint on the answers to a prompt.
 
@@ -212,20 +186,23 @@ def compiled_constraint(
     Raises:
         ApiError: a schema, regex or grammar cannot be enforced.
     """
-    with blaming(request.constrained_by or "tools"):
+    try:
         constraint: Constraint | Phases | None = request.constraint
         if prompt.format:
             constraint = _answer_phases(request, prompt.format, tokenizer)
         return Grammar(constraint, vocabulary) if constraint else None
+    except OptionError as error:
+        param = request.constrained_by or "tools"
+        raise ApiError(f"{param}: {error}.", param=param) from error
 
 
-def is_constrained(request: ApiRequest) -> bool:
+def is_constrained(request: ApiBody) -> bool:
     """Whether a request constrains its answer."""
-    return request.constraint is not None or _constrains_calls(request)
+    return bool(request.constraints) or _constrains_calls(request)
 
 
-def _constrains_calls(request: ApiRequest) -> bool:
-    return request.tool_choice != "auto" or any(map(_is_strict, request.tools))
+def _constrains_calls(request: ApiBody) -> bool:
+    return request.demands_call or any(map(_is_strict, request.tools_shown))
 
 
 def _is_strict(tool: dict[str, Any]) -> bool:
@@ -234,7 +211,7 @@ def _is_strict(tool: dict[str, Any]) -> bool:
 
 
 def _answer_phases(
-    request: ApiRequest, format: OutputFormat, tokenizer: TokenizerWrapper
+    request: ApiBody, format: OutputFormat, tokenizer: TokenizerWrapper
 ) -> Constraint | Phases | None:
     """The constraint of a chat's answer.
 
@@ -243,10 +220,10 @@ def _answer_phases(
             that a constraint could follow.
     """
     calls = _calls_constraint(request, tokenizer) if _constrains_calls(request) else None
-    if request.tool_choice != "auto":  # the prompt ends with the beginning of a call
+    if request.demands_call:  # the prompt ends with a call's marker
         return calls
-    call_start = token_of(tokenizer, tokenizer.tool_call_start) if request.tools else None
-    if request.tools and call_start is None:
+    call_start = token_of(tokenizer, tokenizer.tool_call_start) if request.tools_shown else None
+    if request.tools_shown and call_start is None:
         if request.constraint:
             raise OptionError(
                 "this model's tool calls do not begin with a single token, so it cannot be "
@@ -265,7 +242,11 @@ def _answer_phases(
     )
 
 
-def _calls_constraint(request: ApiRequest, tokenizer: TokenizerWrapper) -> Constraint | None:
+_FORMATS = ("json_tools", "mistral", "qwen3_coder")
+"""mlx-lm's names of the call formats that a grammar describes."""
+
+
+def _calls_constraint(request: ApiBody, tokenizer: TokenizerWrapper) -> Constraint | None:
     """The constraint of the output after a call's marker; None if the format is not known.
 
     If a call is demanded or its tool strict, its arguments match the tool's schema. Others are any
@@ -275,10 +256,10 @@ def _calls_constraint(request: ApiRequest, tokenizer: TokenizerWrapper) -> Const
     start = _literal(tokenizer, tokenizer.tool_call_start)
     end = _literal(tokenizer, tokenizer.tool_call_end)
     forced = request.forced_tool
-    tools = [tool for tool in request.tools if forced in (None, tool["function"]["name"])]
+    tools = [tool for tool in request.tools_shown if forced in (None, tool["function"]["name"])]
     names = [tool["function"]["name"] for tool in tools]
     heads = [_quoted(f'{{"name": {json.dumps(name)}, "arguments": ') for name in names]
-    tail, space, arguments, shared = ' "}"', f"{_SPACE} ", _json_arguments, list[str]()
+    tail, arguments, shared = ' "}"', _json_arguments, list[str]()
     if parser == "json_tools":
         before, after = f"{_SPACE} ", f" {_SPACE} {end}"
         separator = f"{after} {_SPACE} {start} {_SPACE}"
@@ -289,18 +270,15 @@ def _calls_constraint(request: ApiRequest, tokenizer: TokenizerWrapper) -> Const
         before, separator, after = '"[" ', '", "', ' "]"'
     elif parser == "qwen3_coder":
         heads = [_quoted(f"<function={name}>\n") for name in names]
-        before, after, tail, space = '"\\n" ', f' "</function>\\n" {end}', "", ""
+        before, after, tail = '"\\n" ', f' "</function>\\n" {end}', ""
         arguments, shared = _elements, _ELEMENT
         separator = f'{after} {_SPACE} {start} "\\n"'
     else:
         return None
-    if forced:  # the prompt has the head, without the space at its end
-        rules = [f"start: {space}args_0{tail}{after}"]
-    else:
-        more = f" ({separator} call)*" if request.parallel_tool_calls else ""
-        calls = [f"{head} args_{number}{tail}" for number, head in enumerate(heads)]
-        rules = [f"start: {before}call{more}{after}", f"call: {' | '.join(calls)}"]
-    demanded = request.tool_choice != "auto"
+    more = f" ({separator} call)*" if request.parallel_tool_calls and not forced else ""
+    calls = [f"{head} args_{number}{tail}" for number, head in enumerate(heads)]
+    rules = [f"start: {before}call{more}{after}", f"call: {' | '.join(calls)}"]
+    demanded = request.demands_call
     for number, tool in enumerate(tools):
         rules += arguments(f"args_{number}", _arguments_schema(tool, demanded))
     return Constraint("lark", "\n".join([*rules, *shared]))
@@ -367,7 +345,7 @@ def _quoted(text: str) -> str:
 
 
 def completion_prompts(
-    request: ApiRequest, tokenizer: TokenizerWrapper, longest: int | None = None
+    request: CompletionBody, tokenizer: TokenizerWrapper, longest: int | None = None
 ) -> list[Prompt]:
     """The prompts of a completion request, in order.
 
@@ -381,9 +359,9 @@ def completion_prompts(
             middle.
     """
     prompts = []
-    for prompt in request.prompts:
+    for prompt in request.prompt:
         if isinstance(prompt, str):
-            check_length(prompt + (request.suffix or ""), request.param, longest)
+            check_length(prompt + request.suffix, request.param, longest)
         if request.suffix:
             text = prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt))
             prompts.append(_fill_in(text, request.suffix, tokenizer))

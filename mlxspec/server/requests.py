@@ -1,4 +1,4 @@
-"""Requests in one form for all APIs, and the body fields that the APIs share.
+"""The request that every API's body is, with the fields that the APIs share.
 
 Unknown fields are ignored, since clients add their own. A known but unsupported field is an error
 that names it. Otherwise a client would assume, for instance, that the model has seen an image.
@@ -6,13 +6,23 @@ that names it. Otherwise a client would assume, for instance, that the model has
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from dataclasses import replace
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, AliasChoices, AliasPath, BeforeValidator, ConfigDict, Field
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    AliasPath,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    model_validator,
+)
 
 from ..engine.params import Constraint, SamplingParams
 from ..errors import OptionError
@@ -26,14 +36,12 @@ from .body import (
     Name,
     TokenId,
     as_integer,
-    blaming,
     read_json,
     refuse,
     without_nulls,
 )
 
 MOST_CHOICES = 128  # of a prompt; also the most prompts
-_Value = TypeVar("_Value")
 
 
 # --- sampling ---
@@ -51,7 +59,7 @@ _Fraction = Annotated[float, Field(ge=0, le=1)]
 _Penalty = Annotated[float, Field(ge=-100, le=100)] | None  # beyond, logits would overflow
 _Token = Annotated[int, Field(strict=False, ge=0)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
-MaxTokens = Annotated[
+_MaxTokens = Annotated[
     Annotated[int, Field(ge=1), AfterValidator(lambda value: min(value, 2**31 - 1))] | None,
     _MinusOne,
 ]
@@ -63,7 +71,9 @@ class SamplingBody(Body):
     Without a seed, answers at temperatures above 0 vary.
     """
 
-    temperature: Annotated[float, Field(ge=0, le=100)] = _DEFAULT.temp
+    temperature: Annotated[
+        float, Field(ge=0, le=100), AfterValidator(lambda value: SamplingParams(value).temp)
+    ] = _DEFAULT.temp
     top_p: _Fraction = _DEFAULT.top_p
     top_k: Annotated[Annotated[int, Field(ge=0, le=2**63)] | None, _MinusOne] = _DEFAULT.top_k
     min_p: _Fraction = _DEFAULT.min_p
@@ -83,8 +93,7 @@ class SamplingBody(Body):
         """The options as sampling parameters."""
         given = {name: getattr(self, name) for name in SamplingBody.model_fields}
         given |= {"top_k": self.top_k or 0, "logit_bias": self.logit_bias or None}
-        with blaming("temperature"):  # one too close to 0
-            return SamplingParams(given.pop("temperature"), **given)
+        return SamplingParams(given.pop("temperature"), **given)
 
 
 def sampling_of_choice(
@@ -115,69 +124,7 @@ def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
             )
 
 
-# --- requests ---
-
-
-@dataclass(frozen=True)
-class ApiRequest:
-    """A request for the answer to a conversation, or for completions of texts.
-
-    Attributes:
-        model: the requested model's name; None for the default.
-        sampling: the sampling parameters.
-        max_tokens: the most tokens per choice; None for the default.
-        cuts_max_tokens: whether ``max_tokens`` is lowered to what fits, instead of refused.
-        n: choices per prompt.
-        stop: texts that end an output.
-        stop_token_ids: tokens that end an output, besides the model's own.
-        logprobs: how many of the likeliest tokens to return beside each token and its
-            log-probability; None for no log-probabilities.
-        stream: whether to send server-sent events.
-        include_usage: whether a streamed answer ends with its usage.
-        prediction: the text that the client expects, to draft from.
-        drafts: whether to mark text from accepted drafts; ``"mlxspec": {"drafts": true}``.
-        constraint: the constraint of the answer's text.
-        constrained_by: the field that sets the constraint.
-        param: the field with the messages or prompts.
-        messages: the messages as chat templates expect them. Roles are system, user, assistant and
-            tool, contents are strings, and arguments of tool calls are objects if they are JSON.
-        continued: whether the answer continues the last message, which is the assistant's.
-        tools: the tools in OpenAI's form; empty if ``tool_choice`` is "none".
-        tool_choice: "auto", "required", or "function" for ``forced_tool``.
-        forced_tool: the name of the function that must be called.
-        parallel_tool_calls: whether an answer may have several tool calls.
-        template_kwargs: arguments of the chat template besides messages and tools.
-        prompts: texts to complete, or token ids that are used unchanged. Choice ``i`` of the answer
-            belongs to prompt ``i // n``.
-        suffix: the text after the output, for models that fill in the middle.
-        echo: whether the text of each choice begins with its prompt.
-    """
-
-    model: str | None = None
-    sampling: SamplingParams = _DEFAULT
-    max_tokens: int | None = None
-    cuts_max_tokens: bool = False
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
-    stream: bool = False
-    include_usage: bool = False
-    prediction: str | None = None
-    drafts: bool = False
-    constraint: Constraint | None = None
-    constrained_by: str = ""
-    param: str = "messages"
-    messages: tuple[dict[str, Any], ...] = ()
-    continued: bool = False
-    tools: tuple[dict[str, Any], ...] = ()
-    tool_choice: str = "auto"
-    forced_tool: str | None = None
-    parallel_tool_calls: bool = True
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    prompts: tuple[str | tuple[int, ...], ...] = ()
-    suffix: str | None = None
-    echo: bool = False
+# --- conversations ---
 
 
 def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -202,68 +149,17 @@ def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return result
 
 
-def conversation(
-    messages: Sequence[dict[str, Any]], param: str, continues: bool = True
-) -> dict[str, Any]:
-    """The attributes of a :class:`ApiRequest` for a conversation.
-
-    Args:
-        messages: the messages in OpenAI's form.
-        param: the messages' field in the body.
-        continues: whether the answer continues a trailing message of the assistant.
-
-    Raises:
-        ApiError: all messages are empty.
-    """
+def _with_arguments(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Parse the arguments of calls, since templates expect objects; other text stays as it is."""
     left = MOST_VALUES
     for call in (call for message in messages for call in message.get("tool_calls", ())):
         function = call["function"]
-        if isinstance(function["arguments"], str):  # templates expect objects
+        if isinstance(function["arguments"], str):
             with suppress(ValueError):
                 arguments, left = read_json(function["arguments"].encode(), left)
                 if isinstance(arguments, dict):
                     function["arguments"] = arguments
-    if messages and messages[-1] == {"role": "assistant", "content": ""}:
-        messages = messages[:-1]  # nothing to continue
-    if not messages:
-        raise ApiError(f"{param} has no text: send a user message.", param=param)
-    is_answer = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
-    return {"param": param, "messages": tuple(messages), "continued": continues and is_answer}
-
-
-def chosen_tool(
-    choice: str, name: str | None, tools: Sequence[dict[str, Any]], param: str
-) -> dict[str, Any]:
-    """The attributes of a :class:`ApiRequest` for tools and the tool choice.
-
-    Args:
-        choice: "none", "auto", "required" or "function".
-        name: the function that must be called.
-        tools: the tools in OpenAI's form.
-        param: the field that an error names.
-
-    Raises:
-        ApiError: the tool that must be called does not exist.
-    """
-    if choice == "required" and not tools:
-        refuse(param, choice, "send tools too")
-    if choice == "function" and all(tool["function"]["name"] != name for tool in tools):
-        refuse(param, name, "name one of the tools")
-    if choice == "none":
-        return {}
-    return {"tools": tuple(tools), "tool_choice": choice, "forced_tool": name}
-
-
-# --- fields that the APIs share ---
-
-
-def as_parts(value: object) -> list[Any]:
-    """A content as a list of parts; a string is one part."""
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if not isinstance(value, list):
-        raise PydanticCustomError("content", "send a string, or a list of parts")
-    return value
+    return messages
 
 
 class TextPart(Body):
@@ -273,25 +169,21 @@ class TextPart(Body):
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
-Texts = Annotated[Items[TextPart], BeforeValidator(as_parts)]
-"""A string, or a list of parts with text."""
-
-ToolOutput = Annotated[Items[dict[str, Any]], BeforeValidator(as_parts)]
-"""A tool's result: a string, or a list of parts of any type."""
+def _text(value: object) -> str:
+    """The text of a content: a string, or a list of parts with text."""
+    return value if isinstance(value, str) else "".join(part.text for part in _text_parts(value))
 
 
-def joined(parts: Iterable[TextPart]) -> str:
-    """The joined text of a content's parts."""
-    return "".join(part.text for part in parts)
+def _text_of_output(value: object) -> str:
+    """The text of a tool's result: a string, or a list of parts of any type.
 
-
-def text_of_output(parts: ToolOutput) -> str:
-    """The text of a tool's result, with a note in place of each part that is not text.
-
-    Such a part is not an error, since the client's tool sent it, not the user.
+    A part that is not text is not an error, since the client's tool sent it, not the user. A note
+    stands for it.
     """
+    if isinstance(value, str):
+        return value
     texts = []
-    for part in parts:
+    for part in _any_parts(value):
         kind = str(part.get("type")).removeprefix("input_")
         if kind in ("text", "output_text"):
             texts.append(str(part.get("text") or ""))
@@ -300,6 +192,12 @@ def text_of_output(parts: ToolOutput) -> str:
         else:
             texts.append(f"[{kind[:20]}: left out, since this model reads text alone]")
     return "".join(texts)
+
+
+_text_parts = TypeAdapter(Items[TextPart]).validate_python
+_any_parts = TypeAdapter(Items[dict[str, Any]]).validate_python
+Text = Annotated[str, PlainValidator(_text)]
+ToolOutput = Annotated[str, PlainValidator(_text_of_output)]
 
 
 class Function(Body):
@@ -315,6 +213,9 @@ class Function(Body):
     arguments: dict[str, Any] | str = {}
 
 
+# --- constraints ---
+
+
 class ResponseFormat(Body):
     """The answer's format. The schema is beside ``type``, or below ``json_schema`` in some APIs."""
 
@@ -323,20 +224,66 @@ class ResponseFormat(Body):
         None, validation_alias=AliasChoices("schema", AliasPath("json_schema", "schema"))
     )
 
-    def schema_at(self, path: str) -> Any:
-        """The schema of the answer; None for any text.
 
-        Args:
-            path: the path of this object in the body.
+def _of_format(value: object) -> Constraint | None:
+    asked = ResponseFormat.model_validate(value)
+    if asked.type == "text":
+        return None
+    if asked.type == "json_schema" and asked.schema_ is None:
+        raise OptionError("send a JSON Schema as its schema")
+    # llama.cpp accepts a schema in a json_object.
+    return Constraint.json_schema(asked.schema_ or {"type": "object"})
 
-        Raises:
-            ApiError: there is no schema.
-        """
-        if self.type == "text":
-            return None
-        if self.type == "json_schema" and self.schema_ is None:
-            raise ApiError(f"{path} has no schema: send a JSON Schema.", param=path)
-        return self.schema_ or {"type": "object"}  # llama.cpp accepts one in a json_object
+
+def _made(make: Callable[[Any], Constraint], kind: type = object) -> PlainValidator:
+    """Makes a constraint of a field's value, unless that is empty, as some clients send it."""
+
+    def made(value: object) -> Constraint | None:
+        if value and not isinstance(value, kind):
+            raise OptionError("send a regex or a grammar as text, or choices as a list")
+        return make(value) if value else None
+
+    return PlainValidator(made)
+
+
+def _of_ollama(value: Any) -> Constraint:
+    return Constraint.json_object() if value == "json" else Constraint.json_schema(value)
+
+
+Format = Annotated[Constraint | None, PlainValidator(_of_format)]
+_Json = Annotated[Constraint | None, _made(Constraint.json_schema)]
+_Regex = Annotated[Constraint | None, _made(Constraint.regex, str)]
+_Choice = Annotated[Constraint | None, _made(Constraint.choice, list)]
+_Grammar = Annotated[Constraint | None, _made(Constraint.grammar, str)]
+
+
+class _StructuredOutputs(Body):
+    """Constraints in vLLM's form. A kind that is not among them is an error."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: _Json = Field(default=None, validation_alias="json")
+    json_object: Annotated[Constraint | None, _made(lambda value: Constraint.json_object())] = None
+    regex: _Regex = None
+    choice: _Choice = None
+    grammar: _Grammar = None
+
+
+def _constraints(body: Body, prefix: str = "") -> Iterator[tuple[str, Constraint]]:
+    """The constraints that a body sets, by their paths."""
+    for name, field in type(body).model_fields.items():
+        value, path = getattr(body, name), f"{prefix}{field.validation_alias or name}"
+        if isinstance(value, Constraint):
+            yield path, value
+        elif isinstance(value, Body):
+            yield from _constraints(value, f"{path}.")
+
+
+# --- requests ---
+
+
+def _without_empty(value: object) -> object:
+    return {k: v for k, v in value.items() if v} if isinstance(value, dict) else value
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -349,23 +296,32 @@ class Options(Body):
     include_usage: bool = False
     drafts: bool = False
     effort: Effort | None = None
-    verbosity: Verbosity | None = None
-    format: ResponseFormat | None = None
-    content: Texts = []
+    format: Format = None
+    content: Text = ""
 
 
 Stops = Annotated[Items[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=32)]
 
 
-class CommonBody(SamplingBody):
-    """The fields of chats, completions and responses."""
+class ApiBody(SamplingBody):
+    """A request for the answer to a conversation, or for completions of texts.
 
-    model_config = ConfigDict(extra="allow")  # those of _KINDS
+    It has the fields that the APIs share. ``/v1/messages`` has other names for some of them, and
+    refuses others.
 
+    Attributes:
+        sent: the whole body as it was sent, with its unknown fields.
+        param: the field with the messages or prompts.
+        continues: whether the answer continues a trailing message of the assistant.
+        cuts_max_tokens: whether ``max_tokens`` is lowered to what fits, instead of refused.
+    """
+
+    sent: dict[str, Any] = Field({}, exclude=True, repr=False)
     model: str | None = None
-    max_tokens: MaxTokens = None
-    max_completion_tokens: MaxTokens = None
-    max_output_tokens: MaxTokens = None
+    max_tokens: _MaxTokens = Field(
+        None,
+        validation_alias=AliasChoices("max_completion_tokens", "max_output_tokens", "max_tokens"),
+    )
     n: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] = 1
     stop: Annotated[
         Stops, BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
@@ -381,116 +337,120 @@ class CommonBody(SamplingBody):
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
     parallel_tool_calls: bool = True
-    response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] = {}
+    response_format: Format = None
+    guided_json: _Json = None  # vLLM's names
+    guided_regex: _Regex = None
+    guided_choice: _Choice = None
+    guided_grammar: _Grammar = None
+    structured_outputs: Annotated[_StructuredOutputs, BeforeValidator(_without_empty)] = (
+        _StructuredOutputs()
+    )
+    grammar: _Grammar = None  # llama.cpp's
+    json_schema: _Json = None
+    format: Annotated[Constraint | None, _made(_of_ollama)] = None  # Ollama's
+    regex: _Regex = None  # SGLang's
+    ebnf: _Grammar = None
 
     unsupported: ClassVar[Sequence[str]] = ("all", "openai")
+    param: ClassVar[str] = "messages"
+    continues: ClassVar[bool] = True
+    cuts_max_tokens: ClassVar[bool] = False
 
-    def common(self, **formats: ResponseFormat | None) -> dict[str, Any]:
-        """The attributes of an :class:`ApiRequest`.
+    @property
+    def top(self) -> int | None:
+        """How many of the likeliest tokens to return beside each token and its log-probability.
 
-        Args:
-            formats: the answer's format besides ``response_format``, by its path in the body.
-
-        Raises:
-            ApiError: a constraint cannot be enforced, or fields contradict each other.
+        None for no log-probabilities.
         """
-        constraint, constrained_by = self._constraint(
-            {"response_format": self.response_format, **formats}
+        return None
+
+    @cached_property
+    def constraints(self) -> dict[str, Constraint]:
+        """The constraints of the answer's text by the fields that set them; all are the same.
+
+        Clients of several servers send one constraint under several names.
+        """
+        return dict(_constraints(self))
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """The constraint of the answer's text."""
+        return next(iter(self.constraints.values()), None)
+
+    @property
+    def constrained_by(self) -> str:
+        """The field that sets the constraint."""
+        return next(iter(self.constraints), "")
+
+    def for_template(self) -> list[dict[str, Any]]:
+        """The messages as chat templates expect them.
+
+        Roles are system, user, assistant and tool, and contents are strings.
+        """
+        return []
+
+    def offered(self) -> Sequence[dict[str, Any]]:
+        """The tools in OpenAI's form."""
+        return []
+
+    @property
+    def choice(self) -> tuple[str, str | None]:
+        """The tool choice: "none", "auto", "required", or "function" and the function's name."""
+        return "auto", None
+
+    @cached_property
+    def conversation(self) -> Sequence[dict[str, Any]]:
+        """The messages as chat templates expect them, with objects as arguments of calls."""
+        messages = self.for_template()
+        if messages and messages[-1] == {"role": "assistant", "content": ""}:
+            messages = messages[:-1]  # nothing to continue
+        return _with_arguments(messages)
+
+    @cached_property
+    def tools_shown(self) -> Sequence[dict[str, Any]]:
+        """The tools in OpenAI's form that the model may call."""
+        return [] if self.choice[0] == "none" else self.offered()
+
+    @property
+    def forced_tool(self) -> str | None:
+        """The name of the function that must be called."""
+        return self.choice[1]
+
+    @property
+    def demands_call(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.choice[0] in ("required", "function")
+
+    @property
+    def continued(self) -> bool:
+        """Whether the answer continues the last message, which is the assistant's."""
+        last = self.conversation[-1]
+        return self.continues and last["role"] == "assistant" and "tool_calls" not in last
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """Arguments of the chat template besides messages and tools. It ignores unknown ones."""
+        effort, thinking = self.reasoning.effort or self.reasoning_effort, self.enable_thinking
+        if thinking is None and effort == "none":
+            thinking = False
+        given = {"reasoning_effort": effort, "enable_thinking": thinking}
+        return dict(
+            without_nulls({**given, "verbosity": self.verbosity, **self.chat_template_kwargs})
         )
-        return {
-            "constraint": constraint,
-            "constrained_by": constrained_by,
-            "model": self.model,
-            "sampling": self.sampling,
-            "max_tokens": same(
-                max_completion_tokens=self.max_completion_tokens,
-                max_output_tokens=self.max_output_tokens,
-                max_tokens=self.max_tokens,
-            ),
-            "n": self.n,
-            "stop": tuple(self.stop),
-            "stop_token_ids": tuple(self.stop_token_ids),
-            "stream": self.stream,
-            "include_usage": self.stream_options.include_usage,
-            "prediction": joined(self.prediction.content) or None,
-            "drafts": self.mlxspec.drafts,
-        }
 
-    def template_kwargs(self, verbosity: Verbosity | None = None) -> dict[str, Any]:
-        """The chat template's arguments.
-
-        Args:
-            verbosity: that of the API's own field, if it has another one.
-        """
-        effort = self.reasoning.effort or self.reasoning_effort
-        given = {"verbosity": verbosity or self.verbosity, **self.chat_template_kwargs}
-        return template_kwargs(effort, self.enable_thinking, given)
-
-    def _constraint(
-        self, formats: Mapping[str, ResponseFormat | None]
-    ) -> tuple[Constraint | None, str]:
-        """The constraint and the field that sets it; empty fields are ignored.
-
-        Clients of several servers send the same constraint under several names.
-        """
-        asked = [(path, "json", one.schema_at(path)) for path, one in formats.items() if one]
-        fields = self.model_extra or {}
-        asked += [(path, kind, fields.get(path)) for path, kind in _KINDS.items()]
-        structured = self.structured_outputs.items()
-        asked += [(f"structured_outputs.{kind}", kind, value) for kind, value in structured]
-        found = {}
-        for path, kind, value in asked:
-            if value:
-                with blaming(path):
-                    found[path] = _constraint_of(kind, value)
-        return same(**found), next(iter(found), "")
-
-
-_KINDS = {
-    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},  # vLLM
-    **{"grammar": "grammar", "json_schema": "json"},  # llama.cpp
-    **{"format": "format"},  # Ollama
-    **{"regex": "regex", "ebnf": "grammar"},  # SGLang
-}
-"""The fields that set a constraint, besides the formats, and the kind of the constraint."""
-
-
-def _constraint_of(kind: str, value: Any) -> Constraint:
-    """The constraint of a kind.
-
-    Raises:
-        OptionError: the kind is unknown, or the value is wrong.
-    """
-    if kind == "json_object" or (kind == "format" and value == "json"):
-        return Constraint.json_object()
-    if kind in ("json", "format"):
-        return Constraint.json_schema(value)
-    if kind == "choice" and isinstance(value, list):
-        return Constraint.choice(value)
-    if kind in ("regex", "grammar") and isinstance(value, str):
-        return Constraint.regex(value) if kind == "regex" else Constraint.grammar(value)
-    raise OptionError("send a regex or a grammar as text, choices as a list, or leave it out")
-
-
-def same(**given: _Value | None) -> _Value | None:
-    """The value of fields that mean the same, by their paths; None if none of them has one.
-
-    Raises:
-        ApiError: two of them have different values.
-    """
-    values = without_nulls(given)
-    first = next(iter(values), "")
-    for path, value in values.items():
-        if value != values[first]:
-            raise ApiError(f"{path} conflicts with {first}: send one of them.", param=path)
-    return values.get(first)
-
-
-def template_kwargs(
-    effort: Effort | None, thinking: bool | None, given: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The chat template's arguments. Templates ignore unknown arguments."""
-    if thinking is None and effort == "none":
-        thinking = False
-    return dict(without_nulls({"reasoning_effort": effort, "enable_thinking": thinking, **given}))
+    @model_validator(mode="after")
+    def _agrees(self) -> ApiBody:
+        """Refuse fields that contradict each other."""
+        for path, constraint in self.constraints.items():
+            if constraint != self.constraint:
+                conflict = f"{path} conflicts with {self.constrained_by}"
+                raise ApiError(f"{conflict}: send one of them.", param=path)
+        word, forced = self.choice
+        names = [tool["function"]["name"] for tool in self.tools_shown]
+        if word == "required" and not names:
+            refuse("tool_choice", word, "send tools too")
+        if forced is not None and forced not in names:
+            refuse("tool_choice", self.sent["tool_choice"], "name one of the tools")
+        if not self.conversation and self.param != "prompt":
+            raise ApiError(f"{self.param} has no text: send a user message.", param=self.param)
+        return self

@@ -8,13 +8,15 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import replace
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, AliasChoices, AliasPath, BeforeValidator, Field
 
+from ..errors import OptionError
 from ..jsonl import without_lone_surrogates
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
 from .body import (
@@ -31,23 +33,33 @@ from .body import (
     without_nulls,
 )
 from .openai import chat_logprobs
-from .requests import (
-    ApiRequest,
-    CommonBody,
-    Options,
-    Texts,
-    ToolOutput,
-    chosen_tool,
-    conversation,
-    joined,
-    merged,
-    text_of_output,
-)
+from .requests import ApiBody, Options, Text, TextPart, ToolOutput, Verbosity, merged
 from .worker import Ended
 
 _INPUT = "input"  # the argument with the text for a custom tool
 _HOSTED = ("web_search", "image_generation", "tool_search")
 """Type prefixes of optional tools that the server would run. Agents offer them beside their own."""
+
+
+def _callable(tools: list[_ToolBody]) -> list[_ToolBody]:
+    """The functions and custom tools among some tools, with those of their namespaces.
+
+    Agents such as Codex offer a web search besides their own tools to any server, and work
+    without it. So it is left out.
+    """
+    result: list[_ToolBody] = []
+    for tool in tools:
+        if tool.type == "namespace":
+            update = {"namespace": tool.name}
+            result += [inner.model_copy(update=update) for inner in tool.tools]
+        elif tool.type in ("function", "custom"):
+            result.append(tool)
+        elif not tool.type.startswith(_HOSTED):
+            raise OptionError(
+                f"one has the type {shown(tool.type)}; offer tools of the type "
+                '"function" or "custom", or a "namespace" of them'
+            )
+    return result
 
 
 class _ToolBody(Body):
@@ -62,20 +74,15 @@ class _ToolBody(Body):
     format: _ToolBody | None = None
     syntax: Literal["lark", "regex"] = "lark"
     definition: str = ""
-    tools: Items[_ToolBody] = []
+    tools: _Tools = []
 
     needed = dict.fromkeys(("function", "custom", "namespace"), ("name",))
-
-    @property
-    def hosted(self) -> bool:
-        """Whether the server would have to run the tool."""
-        return self.type.startswith(_HOSTED)
 
     def for_chat(self) -> dict[str, Any]:
         """The tool in OpenAI's form for chats."""
         custom = self.type == "custom"
         function = {
-            "name": _flat_name(self.name, self.namespace),
+            "name": _flat_name(self),
             "description": self.description,
             "parameters": _text_schema(self.format) if custom else self.parameters,
             "strict": self.strict,
@@ -83,9 +90,14 @@ class _ToolBody(Body):
         return {"type": "function", "function": without_nulls(function)}
 
 
-def _flat_name(name: str, namespace: str | None) -> str:
+_Tools = Annotated[Items[_ToolBody], AfterValidator(_callable)]
+
+
+def _flat_name(tool: _ToolBody | _InputItem) -> str:
     """A tool's name for the model. Models have no namespaces."""
-    return name if namespace is None else f"{namespace.removesuffix('__')}__{name}"
+    if tool.namespace is None:
+        return tool.name
+    return f"{tool.namespace.removesuffix('__')}__{tool.name}"
 
 
 def _text_schema(format: _ToolBody | None) -> dict[str, Any]:
@@ -100,24 +112,6 @@ def _text_schema(format: _ToolBody | None) -> dict[str, Any]:
     return {"type": "object", "properties": {_INPUT: text}, "required": [_INPUT]}
 
 
-@dataclass(frozen=True)
-class ResponsesRequest(ApiRequest):
-    """A request for a response.
-
-    Attributes:
-        items: the conversation in this API's form, including the one that led to the previous
-            response.
-        known_tools: the tools by their names for the model.
-        store: whether to store the response for later requests.
-        repeated: the request's fields that the response repeats.
-    """
-
-    items: tuple[dict[str, Any], ...] = ()
-    known_tools: Mapping[str, _ToolBody] = field(default_factory=dict)
-    store: bool = True
-    repeated: Mapping[str, Any] = field(default_factory=dict)
-
-
 class _InputItem(Body):
     """An item of the input, of any type."""
 
@@ -129,57 +123,123 @@ class _InputItem(Body):
         "custom_tool_call_output",
         "reasoning",
         "additional_tools",
-        "item_reference",
         "web_search_call",
         "file_search_call",
         "image_generation_call",
-    ]
+    ] = "message"
     id: str | None = None
     role: Literal["user", "assistant", "system", "developer"] = "user"
-    content: Texts = []
-    summary: Texts = []
+    content: Text = ""
+    summary: Items[TextPart] = []
     call_id: str = ""
     name: Name = "-"
     namespace: str | None = None
     arguments: dict[str, Any] | str = ""
     input: str = ""
-    output: ToolOutput = []
-    tools: Items[_ToolBody] = []
+    output: ToolOutput = ""
+    tools: _Tools = []
 
-    needed = {"message": ("content",), "function_call": ("name",), "custom_tool_call": ("name",)}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _typed(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or value.get("type") is not None:
-            return value
-        return value | {"type": "item_reference" if value.get("role") is None else "message"}
+    needed = {
+        **dict.fromkeys(("message", "user", "assistant", "system", "developer"), ("content",)),
+        **dict.fromkeys(("function_call", "custom_tool_call"), ("name",)),
+    }
 
 
 def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ResponsesBody(CommonBody):
-    """A body of ``/v1/responses``."""
+class ResponsesBody(ApiBody):
+    """A body of ``/v1/responses``, whose references to stored items are replaced by the items.
 
+    Attributes:
+        earlier: the conversation that led to the previous response, and that response.
+    """
+
+    earlier: Items[_InputItem] = []
     input: Annotated[Items[_InputItem], BeforeValidator(_as_items)] = []
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Items[_ToolBody] = []
+    tools: _Tools = []
     tool_choice: StringOr[Literal["none", "auto", "required"], _ToolBody] = "auto"
     include: Items[str] = []
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
     metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # OpenAI's limit
     store: bool = True
     text: Options = Options()
+    verbosity: Verbosity | None = Field(
+        None, validation_alias=AliasChoices(AliasPath("text", "verbosity"), "verbosity")
+    )
 
-    unsupported = (*CommonBody.unsupported, "chats", "/v1/responses")
+    unsupported = (*ApiBody.unsupported, "chats", "/v1/responses")
+    param = "input"
+    continues = False  # an answer is a new message in this API
+
+    @property
+    def top(self) -> int | None:
+        asked = "message.output_text.logprobs" in self.include
+        return self.top_logprobs or (0 if asked else None)
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The conversation in this API's form, as it was sent."""
+        return [*self.sent["earlier"], *(_as_items(self.sent.get("input")) or ())]
+
+    def for_template(self) -> list[dict[str, Any]]:
+        system = {"role": "system", "content": [self.instructions]}
+        messages = map(_message, [*self.earlier, *self.input])
+        return merged(filter(None, [system if self.instructions else None, *messages]))
+
+    @cached_property
+    def known_tools(self) -> dict[str, _ToolBody]:
+        """The offered tools by their names for the model."""
+        known: dict[str, _ToolBody] = {}
+        for tools in (self.tools, *(item.tools for item in [*self.earlier, *self.input])):
+            for tool in tools:
+                known.setdefault(_flat_name(tool), tool)
+        if not known and (sent := self.sent.get("tools")):
+            refuse("tools", sent, "offer functions, since the server runs no tools itself")
+        return known
+
+    def offered(self) -> Sequence[dict[str, Any]]:
+        return [tool.for_chat() for tool in self.known_tools.values()]
+
+    @property
+    def choice(self) -> tuple[str, str | None]:
+        asked = self.tool_choice
+        if isinstance(asked, str):
+            return asked, None
+        known = self.known_tools.items()
+        names = [flat for flat, tool in known if asked.name in (tool.name, flat)]
+        return "function", next(iter(names), asked.name)  # an unknown name is refused
+
+    def repeated(self) -> dict[str, Any]:
+        """The fields that the response repeats, with the values in force."""
+        tools = self.sent.get("tools") or ()
+        return {
+            **{name: getattr(self, name) for name in _REPEATED},
+            "max_output_tokens": self.max_tokens,
+            "reasoning": {"effort": self.reasoning.effort, "summary": None},
+            "service_tier": "default",
+            "text": {
+                "format": self.sent["text"]["format"] if self.text.format else {"type": "text"},
+                "verbosity": self.verbosity or "medium",
+            },
+            "tool_choice": self.sent.get("tool_choice") or "auto",
+            "tools": [one for one in tools if not one["type"].startswith(_HOSTED)],
+            "truncation": "disabled",
+        }
+
+
+_REPEATED = (
+    *("frequency_penalty", "instructions", "metadata", "parallel_tool_calls", "presence_penalty"),
+    *("previous_response_id", "store", "temperature", "top_logprobs", "top_p"),
+)
 
 
 def parse_responses(
     body: Any, store: ResponseStore | None = None, partition: str = ""
-) -> ResponsesRequest:
+) -> ResponsesBody:
     """Parse a body of ``/v1/responses``.
 
     Args:
@@ -188,106 +248,25 @@ def parse_responses(
         partition: the part of the store that the client may use.
 
     Raises:
-        ApiError: a field is missing, wrong or unsupported.
+        ApiError: a field is missing, wrong or unsupported, or a response or an item that the body
+            refers to is not stored.
     """
-    asked = parse(ResponsesBody, body)
-    stored = _conversation(asked, _as_items(body.get("input")), store or ResponseStore(), partition)
-    items = [_InputItem.model_validate(item) for item in stored]
-    known = _known_tools([*asked.tools, *(tool for item in items for tool in item.tools)])
-    if asked.tools and not known:
-        refuse("tools", body["tools"], "offer functions, since the server runs no tools itself")
-    word, named = _tool_choice(asked.tool_choice, known)
-    top = asked.top_logprobs
-    asks_logprobs = top or "message.output_text.logprobs" in asked.include
-    return ResponsesRequest(
-        **asked.common(**{"text.format": asked.text.format}),
-        # An answer is a new message in this API.
-        **conversation(_messages(asked.instructions, items), "input", continues=False),
-        **chosen_tool(word, named, [tool.for_chat() for tool in known.values()], "tool_choice"),
-        logprobs=top if asks_logprobs else None,
-        parallel_tool_calls=asked.parallel_tool_calls,
-        template_kwargs=asked.template_kwargs(asked.text.verbosity),
-        items=tuple(stored),
-        known_tools=known,
-        store=asked.store,
-        repeated=_repeated(asked, body),
-    )
-
-
-_REPEATED = (
-    *("frequency_penalty", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls"),
-    *("presence_penalty", "previous_response_id", "store", "temperature", "top_logprobs", "top_p"),
-)
-
-
-def _repeated(asked: ResponsesBody, body: dict[str, Any]) -> dict[str, Any]:
-    """The request's fields that the response repeats, with the values in force."""
-    return {
-        **{name: getattr(asked, name) for name in _REPEATED},
-        "reasoning": {"effort": asked.reasoning.effort, "summary": None},
-        "service_tier": "default",
-        "text": {
-            "format": body["text"]["format"] if asked.text.format else {"type": "text"},
-            "verbosity": asked.text.verbosity or asked.verbosity or "medium",
-        },
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": [one for one in body.get("tools") or () if not one["type"].startswith(_HOSTED)],
-        "truncation": "disabled",
-    }
-
-
-# --- tools ---
-
-
-def _known_tools(offered: Iterable[_ToolBody]) -> dict[str, _ToolBody]:
-    """The tools that a request offers, by their names for the model.
-
-    Agents such as Codex offer a web search besides their own tools to any server, and work
-    without it. So it is left out.
-    """
-    known: dict[str, _ToolBody] = {}
-    for outer in offered:
-        if outer.hosted:
-            continue
-        tools = [outer]
-        if outer.type == "namespace":
-            tools = [tool.model_copy(update={"namespace": outer.name}) for tool in outer.tools]
-        for tool in tools:
-            if tool.type not in ("function", "custom"):
-                raise ApiError(
-                    f"tools has one of the type {shown(tool.type)}: offer tools of the type "
-                    '"function" or "custom", or a "namespace" of them.',
-                    param="tools",
-                )
-            known.setdefault(_flat_name(tool.name, tool.namespace), tool)
-    return known
-
-
-def _tool_choice(choice: str | _ToolBody, known: dict[str, _ToolBody]) -> tuple[str, str | None]:
-    """The tool choice of a chat, and the function that must be called."""
-    if isinstance(choice, str):
-        return choice, None
-    if choice.type not in ("function", "custom"):
-        refuse("tool_choice.type", choice.type, 'send "function" or "custom"')
-    for flat_name, tool in known.items():
-        if tool.name == choice.name and choice.namespace in (None, tool.namespace):
-            return "function", flat_name
-    return "function", choice.name  # which is refused
+    if isinstance(body, dict):
+        body = body | _from_store(body, store or ResponseStore(), partition)
+    return parse(ResponsesBody, body)
 
 
 # --- the conversation ---
 
 
-def _conversation(
-    asked: ResponsesBody, sent: list[dict[str, Any]] | None, store: ResponseStore, partition: str
-) -> list[dict[str, Any]]:
-    """The items up to the previous response's end, and the input's.
+def _from_store(body: dict[str, Any], store: ResponseStore, partition: str) -> dict[str, Any]:
+    """The conversation up to the previous response's end, and the input's items.
 
     Raises:
         ApiError: a response or an item that the body refers to is not stored.
     """
-    items: list[dict[str, Any]] = []
-    if (previous := asked.previous_response_id) is not None:
+    earlier: list[dict[str, Any]] = []
+    if isinstance(previous := body.get("previous_response_id"), str):
         found = store.response(partition, previous)
         if not found:
             raise ApiError(
@@ -297,43 +276,42 @@ def _conversation(
                 code="previous_response_not_found",
             )
         response, given = found
-        items += [*given, *response["output"]]
-    ids = {one.id for one in asked.input if one.type == "item_reference" and one.id}
-    known = store.items(partition, ids)
-    for index, (one, raw) in enumerate(zip(asked.input, sent or (), strict=True)):
-        if one.type != "item_reference":
-            items.append(raw)
-        elif one.id in known:
-            items.append(known.pop(one.id))  # once, or a short body could stand for gigabytes
-        else:
+        earlier = [*given, *response["output"]]
+    if not isinstance(items := body.get("input"), list):
+        return {"earlier": earlier}
+    ids = {index: one["id"] for index, one in enumerate(items) if _is_reference(one)}
+    known = store.items(partition, {*ids.values()})
+    items = items.copy()
+    for index, item_id in ids.items():
+        if item_id not in known:
             remedy = "send the item itself, since no stored one has this id, or it is there already"
-            refuse(f"input[{index}].id", one.id, remedy)
-    return items
+            refuse(f"input[{index}].id", item_id, remedy)
+        items[index] = known.pop(item_id)  # once, or a short body could stand for gigabytes
+    return {"earlier": earlier, "input": items}
 
 
-def _messages(instructions: str | None, items: Iterable[_InputItem]) -> list[dict[str, Any]]:
-    """The conversation as chat messages; instructions and first system messages become one."""
-    system = [{"role": "system", "content": [instructions]}] if instructions else []
-    messages = [_message(item) for item in items]
-    return merged([*system, *(message for message in messages if message)])
+def _is_reference(item: Any) -> bool:
+    """Whether an item of the input only has the id of a stored one."""
+    if not isinstance(item, dict) or not isinstance(item.get("id"), str):
+        return False
+    return item.get("type") == "item_reference" or item.keys() == {"id"}
 
 
 def _message(item: _InputItem) -> dict[str, Any] | None:
     """An item as a chat message whose content is a list; None if the model cannot use it."""
     if item.type == "message":
         role = "system" if item.role == "developer" else item.role
-        return {"role": role, "content": [joined(item.content)]}
+        return {"role": role, "content": [item.content]}
     if item.type.endswith("_output"):
-        text = text_of_output(item.output)
-        return {"role": "tool", "content": [text], "tool_call_id": item.call_id}
+        return {"role": "tool", "content": [item.output], "tool_call_id": item.call_id}
     answer: dict[str, Any] = {"role": "assistant", "content": []}
     if item.type in ("function_call", "custom_tool_call"):
         custom = item.type == "custom_tool_call"
         arguments = {_INPUT: item.input} if custom else item.arguments or {}
-        function = {"name": _flat_name(item.name, item.namespace), "arguments": arguments}
+        function = {"name": _flat_name(item), "arguments": arguments}
         call = {"type": "function", "function": function, "id": item.call_id}
         return answer | {"tool_calls": [call]}
-    reasoning = joined(item.content) or "\n\n".join(part.text for part in item.summary)
+    reasoning = item.content or "\n\n".join(part.text for part in item.summary)
     return answer | {"reasoning_content": [reasoning]} if reasoning else None
 
 
@@ -343,15 +321,13 @@ class ResponseStore:
     A partition finds only its own responses. Any thread may call the store.
 
     Args:
-        most: the most responses.
         most_bytes: the most bytes of all responses with their conversations, as JSON.
 
     Attributes:
         nbytes: the bytes of all stored responses with their conversations, as JSON.
     """
 
-    def __init__(self, most: int = 1000, most_bytes: int = 64 * 2**20) -> None:
-        self._most = most
+    def __init__(self, most_bytes: int = 64 * 2**20) -> None:
         self._most_bytes = most_bytes
         self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         """The JSON by partition and response id; it takes a third of the memory of its objects."""
@@ -366,7 +342,7 @@ class ResponseStore:
         with self._changing:
             self._kept[partition, response["id"]] = text
             self.nbytes += len(text)
-            while len(self._kept) > self._most or self.nbytes > self._most_bytes:
+            while self.nbytes > self._most_bytes:
                 self._drop(next(iter(self._kept)))
 
     def response(
@@ -421,7 +397,7 @@ class ResponsesAnswer(ApiAnswer):
 
     def __init__(
         self,
-        request: ResponsesRequest,
+        request: ResponsesBody,
         model: str,
         tokenizer: TokenizerWrapper,
         format: OutputFormat | None,
@@ -432,11 +408,21 @@ class ResponsesAnswer(ApiAnswer):
         self._keep = keep
         self._tokenizer = tokenizer
         self._sent = 0
-        self._response = {**_new_response(), "model": model, **request.repeated}
+        self._response: dict[str, Any] = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "completed_at": None,
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "model": model,
+            "output": [],
+            "usage": None,
+            **request.repeated(),
+        }
 
     def begin(self) -> list[dict[str, Any]]:
-        if self._sent:
-            return []
         return [self._lifecycle("created"), self._lifecycle("in_progress")]
 
     def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
@@ -464,10 +450,17 @@ class ResponsesAnswer(ApiAnswer):
         return self._response
 
     def keep_alive(self) -> str:
-        return "".join(map(framed, self.begin() or [self._lifecycle("in_progress")]))
+        return "".join(map(framed, self.begun() or [self._lifecycle("in_progress")]))
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        self._response |= {"output": self._output("incomplete"), **_failure(error)}
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        if error.code == "context_length_exceeded" or error.status == 429:
+            code = error.code or "rate_limit_exceeded"
+        self._response |= {
+            "status": "failed",
+            "error": {"code": code, "message": error.message},
+            "output": self._output("incomplete"),
+        }
         return self._lifecycle("failed")
 
     def _output(self, status: str) -> list[dict[str, Any]]:
@@ -488,15 +481,15 @@ class ResponsesAnswer(ApiAnswer):
     def _events_of(self, run: TextRun) -> Iterator[dict[str, Any]]:
         """The events of an item, which has at most one content part."""
         position, text, kind = run.position, run.text, self._kind_of(run.part)
-        item, (_, name, _) = self._item(position, run.part, "in_progress"), _ITEMS[kind]
+        empty, name = replace(run.part, text="", pieces=[]), _ITEMS[kind][1]
+        item = self._item(position, empty, "in_progress")
         has_content = "content" in item
         place = {"item_id": item["id"], "output_index": position}
         place |= {"content_index": 0} if has_content else {}
         if run.begins:
             yield self._event("output_item.added", output_index=position, item=item)
             if has_content:
-                empty = self._content(Part(kind))
-                yield self._event("content_part.added", **place, part=empty)
+                yield self._event("content_part.added", **place, part=self._content(empty))
         if kind == "custom":  # its JSON cannot be read before it ends
             text = _whole_input(run.part.text) if run.ends else ""
         if text:
@@ -520,17 +513,15 @@ class ResponsesAnswer(ApiAnswer):
         return "custom" if tool and tool.type == "custom" else part.kind
 
     def _item(self, position: int, part: Part, status: str) -> dict[str, Any]:
-        """The item of a part; without its text if it is in progress."""
+        """The item of a part; without content if it is in progress."""
         prefix, _, fields = _ITEMS[self._kind_of(part)]
-        number, begun = self._response["id"].partition("_")[2], status == "in_progress"
+        number = self._response["id"].partition("_")[2]
         item = {"id": f"{prefix}_{number}_{position}", "status": status, **fields}
         if "content" in item:
-            return item | {"content": [] if begun else [self._content(part)]}
+            return item | {"content": [self._content(part)] if status != "in_progress" else []}
         tool = self._request.known_tools.get(part.name)
         name, namespace = (tool.name, tool.namespace) if tool else (part.name, None)
         item |= without_nulls({"call_id": part.id, "name": name, "namespace": namespace})
-        if begun:
-            return item
         custom = {"input": _whole_input(part.text)}
         return item | (custom if "input" in item else {"arguments": part.text})
 
@@ -559,40 +550,6 @@ _ITEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 _DONE = ("text", "logprobs", "arguments", "input", "name")
 """Fields of an item or its content that the event at the end of its text repeats."""
-
-
-def _new_response() -> dict[str, Any]:
-    """A response that has just begun."""
-    return {
-        "id": f"resp_{uuid.uuid4().hex}",
-        "object": "response",
-        "created_at": int(time.time()),
-        "completed_at": None,
-        "status": "in_progress",
-        "error": None,
-        "incomplete_details": None,
-        "model": "",
-        "output": [],
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-        "usage": None,
-    }
-
-
-def _failure(error: ApiError) -> dict[str, Any]:
-    """The fields of a failed response."""
-    code = "server_error" if error.status >= 500 else "invalid_prompt"
-    code = "rate_limit_exceeded" if error.status == 429 else code
-    if error.code == "context_length_exceeded":
-        code = error.code
-    return {"status": "failed", "error": {"code": code, "message": error.message}}
-
-
-def failed_event(error: ApiError, request_id: str) -> dict[str, Any]:
-    """The only event of a stream that fails before it has an answer."""
-    response = _new_response() | _failure(error)
-    return {"type": "response.failed", "sequence_number": 0, "response": response}
 
 
 def _usage(choice: Choice, end: Ended) -> dict[str, Any]:

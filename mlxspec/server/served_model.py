@@ -200,11 +200,6 @@ class ServedModel:
         tokenizer = self.decoder.tokenizer
         return [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
 
-    @property
-    def predicts(self) -> bool:
-        """Whether it drafts from clients' predictions."""
-        return isinstance(self.decoder.drafting, Auto)
-
     def make_drafter(self, prediction: Sequence[int], partition: str) -> Drafter:
         """The drafter of one generation; called only in the worker's thread.
 

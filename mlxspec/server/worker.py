@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, cast
 
 from ..drafting.drafter import NoDraft, VerifiedStep
-from ..engine import step as steps
 from ..errors import MlxspecError
 from ..generation.asynchronous import EngineThread, RequestStream
 from ..generation.engine import Engine
@@ -21,6 +20,7 @@ from ..generation.loaded import LoadedModel
 from ..generation.options import GenerationOptions
 from ..generation.request import Request, State
 from ..generation.response import GenerationResponse
+from ..generation.session import Session
 from .body import ApiError, shown
 from .memory import ServerMemory, in_words
 from .metrics import Metrics
@@ -119,6 +119,7 @@ class ServedRequest(Request):
     Attributes:
         number: the request's number in this process.
         stream: the stream of its events.
+        session: what the prefix cache has lent to it.
         asked: when it arrived, by ``time.perf_counter``.
         first_token: when its first token was generated.
         need: the memory that it may take.
@@ -127,6 +128,7 @@ class ServedRequest(Request):
     """
 
     stream: EventStream
+    session: Session | None = None
 
     def __init__(
         self,
@@ -145,7 +147,9 @@ class ServedRequest(Request):
         super().__init__(
             *(decoder, prompt, max_tokens, given),
             partial(served.make_drafter, prediction, partition),
+            self._send,
         )
+        self.at_end = self._end
         self.number = next(_numbers)
         self.served = served
         self.index = index
@@ -176,16 +180,16 @@ class ServedRequest(Request):
             "seconds": time.perf_counter() - self.asked,
         }
 
-    def start(self) -> steps.Sequence:
+    def start(self) -> None:
         make_room = partial(self.stream.worker.memory.reserve, self, self.need)
-        self.session = self.served.cache.lend(self.prompt, self.partition, make_room)
-        return super().start()
+        self.session = self.lease = self.served.cache.lend(self.prompt, self.partition, make_room)
+        super().start()
 
     def on_step(self, step: VerifiedStep, seconds: float, plain_seconds: float | None) -> None:
         super().on_step(step, seconds, plain_seconds)
         self.stream.worker.metrics.add_step(step, seconds, plain_seconds)
 
-    def on_response(self, response: GenerationResponse) -> None:
+    def _send(self, response: GenerationResponse) -> None:
         """Turn a response into events."""
         worker = self.stream.worker
         if self.first_token is None:
@@ -199,7 +203,7 @@ class ServedRequest(Request):
             piece = replace(piece, logprob=found.logprob, top=tuple(found.top))
         worker.send(self.stream, self, piece)
 
-    def on_end(self) -> None:
+    def _end(self) -> None:
         """Queue the last event, and return the caches to the prefix cache."""
         if self.error is not None and self.finish_reason is None:
             self.stream.worker.end_of(self, _failure(self.error, self.decoder))
@@ -437,14 +441,12 @@ class Worker(EngineThread):
         Raises:
             ApiError: 429, the queue is full; 503, the server is ending.
         """
+        if self.ending:
+            raise self.ending
         self.check_queue(served, len(requests))
         stream = EventStream(self, requests)
         self.requests += requests
-        try:
-            self.call(self.engines[served.name].add, *requests)
-        except ApiError:
-            del self.requests[-len(requests) :]
-            raise
+        self.call(self.engines[served.name].add, *requests)
         return stream
 
     # --- in the thread ---

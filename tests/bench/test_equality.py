@@ -12,10 +12,10 @@ from mlxspec.bench.measure import (
     BACKENDS,
     NEAR_TIE_FLOAT32,
     PLAIN,
-    Measurement,
     bench_report,
     exactness,
     first_difference,
+    measure,
     model_facts,
     near_tie_bound,
 )
@@ -103,12 +103,10 @@ def test_bench_counts_the_outputs_that_differ_in_half_precision() -> None:
     model, tokenizer = mlxspec.load("demo")
     model.set_dtype(mx.bfloat16)
     makers = {name: BACKENDS[name] for name in (PLAIN, "prompt-lookup")}
-    one = Measurement(
-        *(model, tokenizer, makers), max_tokens=40, repeats=1, sampling=SamplingParams()
-    )
-    measured = list(one.measure(bundled_prompts()))
+    options = {"max_tokens": 40, "repeats": 1, "sampling": SamplingParams()}
+    measured = list(measure(model, tokenizer, makers, bundled_prompts(), **options))
     facts = {"model": model_facts(model, "demo"), "machine": {}, "settings": {}}
-    report = bench_report(measured, facts=facts)
+    report = bench_report(measured, facts)
     outputs = [[runs[0].tokens for runs in prompt.runs.values()] for prompt in measured]
     same = sum(plain == drafted for plain, drafted in outputs)
     assert report["exactness"]["outputs"] == len(outputs)

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from mlxspec.bench.policies import POLICIES, ReplayPolicy, planned
+from mlxspec.bench.policies import AUTO, POLICIES, policies_with_memory
 from mlxspec.bench.prompts import Completion, chosen
-from mlxspec.bench.replay import Report, compare, memory_sizes
+from mlxspec.bench.replay import Report, compare
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.errors import OptionError
@@ -22,16 +22,13 @@ def noise(count: int, seed: int) -> list[int]:
     return random.Random(seed).sample(range(1000 + 5000 * seed, 6000 + 5000 * seed), count)
 
 
-def planned_with(sizes: str) -> dict[str, ReplayPolicy]:
-    return {name: planned(size) for name, size in memory_sizes(sizes).items()}
-
-
 def replayed(sizes: str, *outputs: tuple[str, list[int]]) -> dict[str, Report]:
-    """Reports by the name of the memory of outputs by set."""
+    """Reports by the name of the memory, and without one, of outputs by set."""
+    policies = {AUTO: POLICIES[AUTO], **policies_with_memory(sizes)}
     completions = [
         Completion(name, [number + 1], 1, output) for number, (name, output) in enumerate(outputs)
     ]
-    return compare(completions, b"", planned_with(sizes), FLAT)["flat"]
+    return compare(completions, b"", policies, FLAT)["flat"]
 
 
 def steps_are_saved(report: Report, name: str) -> bool:
@@ -39,15 +36,16 @@ def steps_are_saved(report: Report, name: str) -> bool:
     return report["sets"][name]["tokens_per_step"] > 1
 
 
-def test_sizes_keep_their_order_after_no_memory() -> None:
-    assert list(memory_sizes("1025, 16k,2048K,1M,all").items()) == [
-        ("no memory", 0),
-        ("memory 1025", 1025),
-        ("memory 16k", 16 * 1024),
-        ("memory 2048K", 2 * 1024 * 1024),
-        ("memory 1M", 1024 * 1024),
-        ("memory all", None),
-    ]
+def test_memories_are_named_by_their_sizes_in_their_order() -> None:
+    named = policies_with_memory("1025, 16k,2048K,1M,all")
+    assert [*named] == ["memory 1025", "memory 16k", "memory 2048K", "memory 1M", "memory all"]
+
+
+def test_k_is_1024_tokens() -> None:
+    answer = noise(1500, 1)
+    reports = replayed("1000,1k,1024", ("long", answer), ("long", answer[-1010:]))
+    smaller, k, same = (reports[f"memory {size}"] for size in ("1000", "1k", "1024"))
+    assert k == same != smaller
 
 
 @pytest.mark.parametrize(
@@ -55,7 +53,7 @@ def test_sizes_keep_their_order_after_no_memory() -> None:
 )
 def test_what_is_no_size_is_refused(sizes: str) -> None:
     with pytest.raises(OptionError, match=r"^--memory: '.*' is not a size: give tokens as "):
-        memory_sizes(sizes)
+        policies_with_memory(sizes)
 
 
 def test_an_answer_that_repeats_is_known_with_a_memory_alone() -> None:
@@ -102,10 +100,10 @@ def test_nothing_and_the_default_size_are_the_decoders_that_have_names() -> None
     completions = [Completion("a", [41, 42], 2, pick.choice(outputs)) for _ in range(30)]
     curves = {"M4 Pro": known_chip("M4 Pro").curve}
     named = compare(completions, b"", chosen("auto,auto-memory", POLICIES), curves)["M4 Pro"]
-    sized = compare(completions, b"", planned_with("1M,all,300"), curves)["M4 Pro"]
-    assert sized["no memory"] == named["auto"]
+    sized = compare(completions, b"", policies_with_memory("1M,all,300"), curves)["M4 Pro"]
+    assert named["auto"] not in sized.values()
     assert sized["memory 1M"] == sized["memory all"] == named["auto-memory"]
     assert sized["memory 300"] not in named.values()
     # Merging, which happens in another thread, changes nothing.
-    again = compare(completions, b"", planned_with("1M,all,300"), curves)["M4 Pro"]
+    again = compare(completions, b"", policies_with_memory("1M,all,300"), curves)["M4 Pro"]
     assert sized == again

@@ -29,31 +29,25 @@ FACTS = {
 }
 
 
-def run(rate: float, text: str = "text") -> TimedRun:
+def run(rate: float) -> TimedRun:
     stats = SpeculationStats(steps=4, rows=10, drafted=6, accepted=6, emitted=10)
-    return TimedRun(tuple(range(10)), text, 0.5, 10 / rate, stats)
+    return TimedRun(tuple(range(10)), "text", 0.5, 10 / rate, stats)
 
 
 def measured(
     rates: dict[str, list[float]],
     category: str = "code",
     differences: dict[str, list[Difference]] | None = None,
-    **options: object,
 ) -> MeasuredPrompt:
     return MeasuredPrompt(
         category=category,
-        messages=[{"role": "user", "content": str(options.get("question", "What?"))}],
-        prompt_tokens=7,
-        runs={
-            name: [run(r, str(options.get("text", "text"))) for r in of]
-            for name, of in rates.items()
-        },
+        runs={name: [run(r) for r in of] for name, of in rates.items()},
         differences={key: [] for key in rates} | (differences or {}),
     )
 
 
-def report(*prompts: MeasuredPrompt, **options: bool) -> Report:
-    return bench_report(prompts, facts=FACTS, **options)
+def report(*prompts: MeasuredPrompt) -> Report:
+    return bench_report(prompts, FACTS)
 
 
 def test_a_ratio_is_the_median_of_ratios_taken_run_by_run() -> None:
@@ -141,18 +135,10 @@ def test_an_output_that_ends_early_has_no_margin_in_json() -> None:
     assert "ended before the other" in next(what_differs(result))
 
 
-def test_a_report_holds_texts_only_when_asked_to() -> None:
-    prompt = measured({"plain": [10], "fast": [20]}, question="secret one", text="secret two")
-    assert "secret" not in json.dumps(report(prompt))
-    full = json.dumps(report(prompt, include_text=True))
-    assert "secret one" in full
-    assert "secret two" in full
-
-
 def test_figures_of_restless_runs_are_called_rough() -> None:
     restless = report(measured({"plain": [10, 20, 10], "fast": [20, 60, 20]}))
     # Ratios run by run: 2, 3 and 2.
     assert restless["rough"] == (
-        "The figures are rough: the turns of fast on a prompt differ by 50%."
+        "The figures are rough: the turns of a decoder on a prompt differ by 50%."
     )
     assert report(measured({"plain": [10, 30], "fast": [20, 60]}))["rough"] is None

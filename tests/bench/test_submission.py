@@ -83,7 +83,7 @@ def test_nothing_in_it_names_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"blas": "librosebud.so.0", "mlx": "0.32.5.dev1+rosebud"}
     report = bench(**machine_facts() | own)
     report["model"]["name"] = "rosebud-finetune"
-    report["prompts"][0]["messages"] = [{"role": "user", "content": "rosebud"}]
+    report["prompts"][0]["category"] = "rosebud"
     report["more"] = {"rosebud": "rosebud"}
     found = BenchReport.of(report)
     assert "rosebud" not in found.text() + issue_url(found)
@@ -234,7 +234,7 @@ def test_whatever_a_field_holds_it_is_refused_or_plain(path: str, value: object)
 def test_what_cannot_be_sent_is_one_line_that_names_it() -> None:
     report = bench()
     report["model"]["type"] = "my model"
-    with pytest.raises(OptionError, match=r"^this cannot be sent as a report: model\.type: "):
+    with pytest.raises(OptionError, match=r"^the report is wrong: model\.type: "):
         BenchReport.of(report)
 
 

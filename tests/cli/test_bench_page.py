@@ -35,10 +35,7 @@ class Page(HTMLParser):
 
 
 def test_a_page_needs_nothing_but_itself_and_runs_nothing() -> None:
-    prompt = measured(
-        {"plain": [10], "fast": [20]}, HOSTILE, question=HOSTILE, text=f"answer {HOSTILE}"
-    )
-    html = bench_page(report(prompt, include_text=True))
+    html = bench_page(report(measured({"plain": [10], "fast": [20]}, HOSTILE)))
     page = Page(html)
     assert {"script", "img", "link", "iframe", "object", "embed", "form"}.isdisjoint(page.tags)
     names = {name for name, _ in page.attributes}

@@ -37,9 +37,9 @@ def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The contexts of the measurements from now on, each with the result TIMES."""
-    contexts: list[int | None] = []
+    contexts: list[int] = []
 
     def calibrate(model, plan, *, context, sequences, on_prefill, on_progress):
         contexts.append(context)
@@ -59,7 +59,7 @@ def calibrate(*arguments: object, columns: int | None = None) -> Result:
 
 
 @pytest.mark.parametrize("columns", [40, 80, 200])
-def test_table_and_plot_fit_the_width(endless: Path, measurements: list[int | None], columns: int):
+def test_table_and_plot_fit_the_width(endless: Path, measurements: list[int], columns: int):
     result = calibrate(endless, columns=columns)
     assert result.exit_code == 0, result.stderr
     assert result.stderr == ""
@@ -76,7 +76,7 @@ def test_table_and_plot_fit_the_width(endless: Path, measurements: list[int | No
         assert ["64", "1300.00", "52.00", "40%"] in table
 
 
-def test_a_terminal_without_unicode_gets_ascii(endless: Path, measurements: list[int | None]):
+def test_a_terminal_without_unicode_gets_ascii(endless: Path, measurements: list[int]):
     runner = CliRunner(charset="ascii")
     result = runner.invoke(calibrate_command, [str(endless)])
     assert result.exit_code == 0
@@ -84,9 +84,7 @@ def test_a_terminal_without_unicode_gets_ascii(endless: Path, measurements: list
     assert b"T(M)/T(1)" in result.stdout_bytes
 
 
-def test_what_was_measured_is_shown_without_measuring(
-    endless: Path, measurements: list[int | None]
-):
+def test_what_was_measured_is_shown_without_measuring(endless: Path, measurements: list[int]):
     assert calibrate(endless).exit_code == 0
     assert calibrate(endless, "--context", 3000, "--context", 200).exit_code == 0
     for arguments in (["--show"], [endless, "--show"]):
@@ -99,7 +97,7 @@ def test_what_was_measured_is_shown_without_measuring(
 
 
 def test_a_head_s_drafts_are_measured_too(
-    headed: Path, finite: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
+    headed: Path, finite: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
         "mlxspec.engine.heads.TrainedHead._timed", lambda self, target, depth: 0.004 + depth / 1000
@@ -124,7 +122,7 @@ def test_a_head_s_drafts_are_measured_too(
 
 
 def test_steps_of_several_sequences_are_kept_beside_the_others(
-    endless: Path, measurements: list[int | None]
+    endless: Path, measurements: list[int]
 ):
     for sequences in (1, 4):
         result = calibrate(endless, "--sequences", sequences)
@@ -135,7 +133,7 @@ def test_steps_of_several_sequences_are_kept_beside_the_others(
     assert {curve["model"].get("sequences") for curve in curves} == {None, 4}
 
 
-def test_nothing_known_is_said(endless: Path, finite: Path, measurements: list[int | None]):
+def test_nothing_known_is_said(endless: Path, finite: Path, measurements: list[int]):
     assert calibrate("--show").stdout.startswith("No step times are known yet")
     calibrate(endless)
     result = calibrate(finite, "--show")  # another end of its script, but of one shape
@@ -143,7 +141,7 @@ def test_nothing_known_is_said(endless: Path, finite: Path, measurements: list[i
     assert json.loads(calibrate("--show", "--context", 99999, "--json").stdout) == {"curves": []}
 
 
-def test_json_is_one_object(endless: Path, measurements: list[int | None]):
+def test_json_is_one_object(endless: Path, measurements: list[int]):
     result = calibrate(endless, "--json")
     assert result.stdout.count("\n") == 1
     report = json.loads(result.stdout)
@@ -165,7 +163,7 @@ def test_json_is_one_object(endless: Path, measurements: list[int | None]):
 
 
 def test_longer_contexts_are_measured_and_shown_too(
-    endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
+    endless: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(costs, "measured_contexts", lambda model, sequences=1: [64, 1000, 8000])
     report = json.loads(calibrate(endless, "--json").stdout)
@@ -177,7 +175,7 @@ def test_longer_contexts_are_measured_and_shown_too(
 
 
 def test_a_context_that_is_too_long_is_found_before_anything_is_measured(
-    endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
+    endless: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(costs, "context_length", lambda model: 4096)
     result = calibrate(endless, "--context", 100, "--context", 5000)
@@ -187,9 +185,9 @@ def test_a_context_that_is_too_long_is_found_before_anything_is_measured(
 
 
 def test_attention_is_measured_as_it_runs(
-    endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
+    endless: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    split: list[int | None] = []
+    split: list[int] = []
 
     def measured(model, plan, **options):
         split.append(split_from(model))
@@ -202,7 +200,7 @@ def test_attention_is_measured_as_it_runs(
 
 
 def test_noise_is_not_kept_and_what_was_known_stays(
-    endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
+    endless: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     calibrate(endless)
     before = calibrate("--show").stdout
@@ -215,9 +213,7 @@ def test_noise_is_not_kept_and_what_was_known_stays(
     assert calibrate("--show").stdout == before
 
 
-def test_models_of_one_name_are_told_apart(
-    endless: Path, tmp_path: Path, measurements: list[int | None]
-):
+def test_models_of_one_name_are_told_apart(endless: Path, tmp_path: Path, measurements: list[int]):
     other = tmp_path / endless.name
     shutil.copytree(endless, other)
     config = json.loads((other / "config.json").read_text())
@@ -231,7 +227,7 @@ def test_models_of_one_name_are_told_apart(
 
 
 def test_a_measurement_of_plain_steps_alone_replaces_no_better_one(
-    endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
+    endless: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     calibrate(endless)
     monkeypatch.setattr(costs, "calibrate", lambda *_, **__: (TIMES[:1], None))
@@ -242,7 +238,7 @@ def test_a_measurement_of_plain_steps_alone_replaces_no_better_one(
 
 def test_ctrl_c_leaves_the_cache_as_it_was(
     endless: Path,
-    measurements: list[int | None],
+    measurements: list[int],
     cache_directory: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -260,7 +256,7 @@ def test_ctrl_c_leaves_the_cache_as_it_was(
 
 
 def test_a_spoiled_cache_file_is_one_note(
-    endless: Path, measurements: list[int | None], cache_directory: Path
+    endless: Path, measurements: list[int], cache_directory: Path
 ):
     calibrate(endless)
     (path,) = cache_directory.rglob("*.json")
@@ -275,14 +271,14 @@ def test_a_spoiled_cache_file_is_one_note(
 
 
 def test_a_model_without_drafts_has_plain_steps_alone(
-    endless: Path, measurements: list[int | None], monkeypatch: pytest.MonkeyPatch
+    endless: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(costs, "calibrate", lambda *_, **__: (TIMES[:1], None))
     assert "Only plain steps were measured" in calibrate(endless).stdout
 
 
 def test_a_page_holds_the_curves_and_asks_the_network_for_nothing(
-    endless: Path, measurements: list[int | None], tmp_path: Path
+    endless: Path, measurements: list[int], tmp_path: Path
 ):
     page = tmp_path / "curve.html"
     result = calibrate(endless, "--html", page)
@@ -301,7 +297,7 @@ def test_a_page_holds_the_curves_and_asks_the_network_for_nothing(
 
 def test_a_page_that_cannot_be_written_is_refused_before_measuring(
     endless: Path,
-    measurements: list[int | None],
+    measurements: list[int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):

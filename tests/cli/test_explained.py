@@ -11,10 +11,7 @@ from mlxspec.cli.explain import (
     _piece,
     _text_of,
     fates_of,
-    most_instructive,
 )
-from mlxspec.drafting.drafter import DraftTree, VerifiedStep
-from mlxspec.drafting.sources import RecordedStep
 from tests.support.explained_steps import lookahead_step
 
 
@@ -26,19 +23,6 @@ def test_a_rejected_node_is_one_that_the_target_could_have_chosen_and_did_not() 
     assert {letter for letter in fate if fate[letter] == "accepted"} == set("bc")
     assert {letter for letter in fate if fate[letter] == "rejected"} == set("dmx")
     assert {letter for letter in fate if fate[letter] == "not reached"} == set("nyozp")
-
-
-def test_the_most_instructive_has_walks_that_end_inside_their_drafts() -> None:
-    def chain(drafted: int, accepted: int) -> RecordedStep:
-        tree = DraftTree.chain(0, [1] * drafted)
-        walk = tuple(range(1, accepted + 1))
-        step = VerifiedStep(tree, (1,) * len(tree), (1,) * len(tree), walk, (1,) * (accepted + 1))
-        return RecordedStep(step, ("",) * len(tree))
-
-    plain, partly, whole, wrong = chain(0, 0), chain(5, 2), chain(9, 9), chain(5, 0)
-    assert most_instructive([plain, whole, whole, partly, partly, wrong], 2) == 3
-    assert most_instructive([plain, wrong, whole, plain], 1) == 2  # none is partly accepted
-    assert most_instructive([plain, plain], 3) == 0
 
 
 @pytest.fixture(scope="module")

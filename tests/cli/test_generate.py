@@ -16,12 +16,12 @@ from mlxspec.cli.generate import (
     generate_command,
     step_times_table,
 )
+from mlxspec.engine.step import StepTime
 from mlxspec.engine.target import Target
 from mlxspec.generation.response import (
     GenerationResponse,
     GenerationResult,
     SpeculationStats,
-    StepTime,
 )
 from tests.cli.conftest import HOSTILE
 from tests.support.scripted_model import BOS
@@ -165,13 +165,10 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
         ((), "no prompt"),
         (("a", "--prompt", "b"), "PROMPT and --prompt are given together"),
         (("a", "--prompt-ids", "1"), "PROMPT and --prompt-ids are given together"),
-        (
-            ("a", "--raw", "--system-prompt", "b"),
-            "--system-prompt is for a text in",
-        ),
+        (("a", "--raw", "--system-prompt", "b"), "--system-prompt needs a chat template"),
         (
             ("--prompt-ids", "1", "--system-prompt", "b"),
-            "--system-prompt is for a text in",
+            "--system-prompt needs a chat template",
         ),
         (("--prompt", "a", "--top-p", "7"), "top_p is 7.0"),
         (("--prompt", "a", "--temp", "nan"), "temp is nan"),
@@ -211,7 +208,7 @@ def test_an_error_line_cannot_be_abused_for_escapes_or_more_lines():
 
 def test_a_chat_template_that_is_not_there_is_one_line(finite: Path):
     result = generate("--model", finite, "--prompt", "a", "--chat")
-    assert_one_line_error(result, "no chat template")
+    assert_one_line_error(result, "--chat needs a chat template")
 
 
 @pytest.mark.parametrize(
@@ -227,7 +224,7 @@ def test_a_chat_template_that_fails_is_one_line(endless: Path, tmp_path: Path, t
 
 def test_token_ids_with_a_chat_template_are_refused(endless: Path):
     result = generate("--model", endless, "--prompt-ids", "1", "--chat")
-    assert_one_line_error(result, "--prompt-ids")
+    assert_one_line_error(result, "token ids")
 
 
 def test_a_prompt_longer_than_the_context_is_one_line(endless: Path, tmp_path: Path):
@@ -237,9 +234,9 @@ def test_a_prompt_longer_than_the_context_is_one_line(endless: Path, tmp_path: P
     for file in endless.iterdir():
         (model / file.name).symlink_to(file)
     (model / "config.json").unlink()
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8}))
-    result = generate("--model", model, "--raw", "--prompt", "a " * 20)
-    assert_one_line_error(result, "the prompt has 21 tokens, but the model's context is 8")
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    result = generate("--model", model, "--raw", "--prompt", "a " * 70)
+    assert_one_line_error(result, "the prompt has 71 tokens, but the model's context is 64")
 
 
 def test_an_unknown_option_exits_with_2():

@@ -16,7 +16,6 @@ from mlxspec.cli.common.output import (
     folding_table,
     output_console,
     print_tables,
-    size_in_words,
 )
 
 ROWS = [("copy a long text", "3", "1.59× (worst)"), ("free", "12", "1.00×")]
@@ -115,14 +114,6 @@ def test_one_thing_is_singular() -> None:
         "1 turn",
         "2,000 turns",
     ]
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "words"),
-    [(640, "640 bytes"), (3210, "3.2 kB"), (1_250_000, "1.2 MB"), (10**9, "1,000.0 MB")],
-)
-def test_a_small_size_is_not_nothing(nbytes: int, words: str) -> None:
-    assert size_in_words(nbytes) == words
 
 
 def drawn(interactive: bool, total: int) -> str:

@@ -76,7 +76,7 @@ def test_an_empty_prompt_is_named_by_its_source(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("sys.stdin", input_with(b""))
     assert error_for("").startswith("--prompt is empty")
     assert error_for(file=str(path)).startswith(f"--prompt-file {path} is empty")
-    assert error_for("-").startswith("standard input is empty")
+    assert error_for("-").startswith("--prompt - is empty")
 
 
 def test_what_is_no_utf8_text_is_refused(tmp_path: Path):
@@ -87,8 +87,9 @@ def test_what_is_no_utf8_text_is_refused(tmp_path: Path):
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
-    assert "No such file" in error_for(file=str(tmp_path / "missing"))
-    assert f"--prompt-file {tmp_path} cannot be read" in error_for(file=str(tmp_path))
+    for path in (tmp_path, tmp_path / "missing"):
+        with pytest.raises(OSError, match=str(path)):
+            read_prompt(None, str(path), None)
 
 
 # --- an instruction and a text ---

@@ -170,8 +170,6 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
         in refused("--models", endless, "--store", "a").stderr
     )
     assert "is not a time" in refused("--keep-alive", "soon").stderr
-    twice = ("--model", endless, "--model", endless, *PLAIN, "--port", 0)
-    assert f"{endless} is named twice" in refused(*twice).stderr
 
 
 def test_prefixes_are_kept_only_where_nobody_else_may_write(

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.filesize import decimal
 
 import mlxspec
-from mlxspec.cli.common.output import size_in_words
 from mlxspec.cli.main import main
 from mlxspec.corpus.store import Store
 from mlxspec.models.tokenizer import load_tokenizer_of
@@ -63,34 +63,17 @@ def test_replacing_a_store_says_nothing_but_what_was_written(tmp_path: Path, tex
         assert result.stderr == ""
 
 
-def test_a_store_is_added_to_and_described(tmp_path: Path, texts: Path):
+def test_a_store_is_described(tmp_path: Path, texts: Path):
     output = tmp_path / "out.store"
-    run("build", texts / "one.txt", "--model", "demo", "-o", output)
-    before = Store(output)
-    (tmp_path / "two.txt").write_text("Another text with other words.")
-    added = run("add", output, tmp_path / "two.txt", "--model", "demo")
-    assert added.exit_code == 0
+    run("build", texts, "--model", "demo", "-o", output)
     result = run("info", output)
-    after = Store(output)
-    assert after.n_tokens > before.n_tokens
+    store = Store(output)
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
-        f"tokenizer  {after.identity}",
-        f"holds      {after.n_tokens} tokens in 2 texts",
-        f"size       {size_in_words(output.stat().st_size)}",
+        f"tokenizer  {store.identity}",
+        f"holds      {store.n_tokens} tokens in 2 texts",
+        f"size       {decimal(output.stat().st_size)}",
     ]
-    assert added.stdout.startswith("Read 1 file in ")
-    assert f" {output} holds {after.n_tokens} tokens in 2 texts, " in added.stdout
-
-
-def test_adding_what_a_store_holds_is_nothing_new(tmp_path: Path, texts: Path):
-    output = tmp_path / "out.store"
-    run("build", texts / "one.txt", "--model", "demo", "-o", output)
-    before = output.read_bytes()
-    result = run("add", output, texts / "one.txt", "--model", "demo")
-    assert result.exit_code == 0
-    assert " tokens in 1 text, " in result.stdout
-    assert output.read_bytes() == before
 
 
 def test_a_full_store_says_so(tmp_path: Path, texts: Path):
@@ -109,7 +92,7 @@ def test_a_full_store_says_so(tmp_path: Path, texts: Path):
         (("build", "texts", "--model", "no/such/model", "-o", "out"), "no such directory"),
         (("build", "texts", "--model", "demo", "-o", "texts/one.txt"), "texts/one.txt: exists"),
         (("info", "texts/one.txt"), "is not an mlxspec store"),
-        (("add", "nowhere", "texts", "--model", "demo"), "nowhere: cannot be read (No such file"),
+        (("info", "nowhere"), "nowhere: cannot be read (No such file"),
     ],
 )
 def test_an_error_is_one_line_and_nothing_is_written(
@@ -127,15 +110,6 @@ def test_an_error_is_one_line_and_nothing_is_written(
     assert error.startswith("Error: ")
     assert problem in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["texts"]
-
-
-def test_adding_with_another_tokenizer_names_both(tmp_path: Path, texts: Path, finite: Path):
-    output = tmp_path / "out.store"
-    run("build", texts, "--model", "demo", "-o", output)
-    result = run("add", output, texts, "--model", finite)
-    assert result.exit_code == 1
-    assert "holds tokens of demo_model (4,096 tokens, " in result.stderr
-    assert "the model's tokenizer is finite (8 tokens, " in result.stderr
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_a_busy_machine_ends_it_before_the_bench(
     home: Path, times: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times[0] = NOISE
-    monkeypatch.setattr("mlxspec.bench.measure.Measurement.measure", pytest.fail)
+    monkeypatch.setattr("mlxspec.bench.measure.measure", pytest.fail)
     result = submit()
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: rosebud-model: the times scatter too much")

@@ -205,7 +205,8 @@ def test_a_model_without_a_template_is_one_line(finite: Path, options: tuple[str
     result = run(generate_command, "a", "--model", finite, *options)
     assert result.exit_code == 1
     assert result.stderr == (
-        f"Error: {options[0]}: this model's tokenizer has no chat template, leave it out\n"
+        f"Error: {options[0]} needs a chat template, which --raw, token ids and some models lack: "
+        "leave it out\n"
     )
 
 

@@ -239,11 +239,6 @@ def test_a_tekken_tokenizer_is_refused_by_name(tmp_path: Path, tokenizer_model: 
             {"torch_path": "a", "quantize": True, "q_mode": "nvfp4", "q_group_size": 32},
             "nvfp4 quantization requires group size 16",
         ),
-        ({"torch_path": "a", "dtype": "int8"}, "--dtype int8: unknown"),
-        (
-            {"torch_path": "a", "revision": "main"},
-            "--revision main cannot be used with a directory",
-        ),
     ],
 )
 def test_options_that_contradict_each_other_are_refused_in_one_line(options: dict, message: str):

@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxspec.convert.conversion import convert
-from mlxspec.errors import FileError, LoadError, MlxspecError, OptionError
+from mlxspec.errors import FileError, LoadError, OptionError
 from mlxspec.models.heads.chains import QwenMTP
 from mlxspec.models.heads.loading import find_head, load_head
 from tests.support.comparison import assert_same_bits, tensors
@@ -37,7 +37,7 @@ def test_a_head_is_taken_out_of_a_checkpoint(tmp_path: Path) -> None:
     source = write_target(tmp_path / "source", half)
     nbytes, parameters, about = converted(source, tmp_path / "head")
     assert nbytes == 2 * parameters == 2 * sum(a.size for a in weights.values())
-    assert about == "Qwen MTP, norms: 7 centred at zero, 1.0 added"
+    assert about == "Qwen MTP, 7 of its 7 norms centred at zero, to which 1.0 was added"
     expected = {
         name: half[f"mtp.{name}"] + ("norm" in name and weights[name].ndim == 1) for name in weights
     }
@@ -72,7 +72,7 @@ def test_each_norm_is_told_and_no_norm_is_judged_twice(tmp_path: Path) -> None:
     weights["mtp.pre_fc_norm_hidden.weight"] += 1.0
     weights["mtp.layers.0.self_attn.q_norm.weight"] += 1.0
     *_, about = converted(write_target(tmp_path / "source", weights), tmp_path / "head")
-    assert about == "Qwen MTP, norms: 5 centred at zero, 1.0 added; 2 as they are"
+    assert about == "Qwen MTP, 5 of its 7 norms centred at zero, to which 1.0 was added"
     head = load_head(find_head(tmp_path / "head"), QWEN_TARGET)
     assert mx.allclose(head.norm.weight, mx.array(0.1), atol=1e-3).item()
     again = converted(tmp_path / "head", tmp_path / "again", dtype="float32")
@@ -126,10 +126,9 @@ def test_a_head_in_full_precision_of_a_quantised_model_can_be_quantised(tmp_path
     assert config["quantization"] == {"group_size": 32, "bits": 3, "mode": "affine"}
 
 
-def test_files_without_the_head_are_not_read(tmp_path: Path) -> None:
+def test_files_without_the_head_may_be_missing(tmp_path: Path) -> None:
     weights = original(random_weights("Qwen MTP"))
     source = write(tmp_path / "source", QWEN_TARGET, weights, "model-2")
-    (source / "model-1.safetensors").write_bytes(b"damaged")
     files = {**dict.fromkeys(weights, "model-2.safetensors"), "model.norm": "model-1.safetensors"}
     index = source / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": files}))
@@ -152,7 +151,7 @@ def test_a_failure_leaves_the_old_head(tmp_path: Path, monkeypatch: pytest.Monke
     source = write_head(tmp_path / "source", "EAGLE-3")
     converted(source, tmp_path / "head")
     before = (tmp_path / "head" / "model.safetensors").read_bytes()
-    with pytest.raises(FileError, match="add --force"):
+    with pytest.raises(FileError, match="with --force"):
         converted(source, tmp_path / "head")
 
     def full(*_: object, **__: object) -> None:
@@ -169,7 +168,5 @@ def test_options_that_do_not_go_with_a_head(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="--head"):
         convert(torch_path=tmp_path, mlx_path=tmp_path / "head", head=True)
     source = write_head(tmp_path / "source", "EAGLE-3")
-    with pytest.raises(MlxspecError, match="--revision"):
-        converted(source, tmp_path / "head", revision="main")
-    with pytest.raises(FileError, match="holds the checkpoint itself"):
+    with pytest.raises(FileError, match="has the checkpoint"):
         converted(source, source, force=True)

@@ -227,8 +227,3 @@ def test_what_is_neither_directory_nor_repository_is_named(tmp_path: Path, name:
         MlxspecError, match="no such directory, and not the name of a Hub repository"
     ):
         convert(hf_path=name, mlx_path=tmp_path / "out")
-
-
-def test_a_directory_has_no_revision(tmp_path: Path):
-    with pytest.raises(MlxspecError, match="--revision main cannot be used with a directory"):
-        convert(hf_path=tmp_path, revision="main", mlx_path=tmp_path / "out")

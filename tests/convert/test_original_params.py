@@ -30,13 +30,14 @@ LLAMA = {
 LLAMA_SHAPES = {
     "model.embed_tokens.weight": (32000, 4096),
     "model.layers.0.mlp.gate_proj.weight": (11008, 4096),
+    "lm_head.weight": (32000, 4096),
 }
 MISTRAL_SHAPES = LLAMA_SHAPES | {"model.layers.0.mlp.gate_proj.weight": (14336, 4096)}
 
 
 @pytest.mark.parametrize(("params", "shapes"), [(MISTRAL, MISTRAL_SHAPES), (LLAMA, LLAMA_SHAPES)])
 def test_names_are_those_of_mlx_lms_model(params: dict, shapes: dict):
-    config = config_from_params(params, shapes) | {"tie_word_embeddings": False}
+    config = config_from_params(params, shapes)
     model = Model(ModelArgs.from_dict(config))
     theirs = {name for name, _ in tree_flatten(model.parameters())}
     modules = [name.removeprefix("layers.0.") for name in original.random_weights()]

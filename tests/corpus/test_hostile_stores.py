@@ -9,12 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.corpus.answers import identify
-from mlxspec.corpus.store import Store
+from mlxspec.corpus.store import Store, build_store
 from mlxspec.corpus.suffix_array import SuffixArray, write_index
 from mlxspec.errors import FileError
 from tests.support.examples import examples
 from tests.support.hostile import harmless, mutated
-from tests.support.stores import build_store
 from tests.support.tokenizers import FIRST
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxspec
-from mlxspec.corpus.store import Store
+from mlxspec.corpus.store import Store, build_store
 from mlxspec.errors import FileError
 from tests.corpus.test_suffix_array import scan
-from tests.support.stores import add_to_store, build_store
 from tests.support.tokenizers import FIRST, SECOND, FakeTokenizer
 
 TEXTS = [[1, 2, 3, 4, 5], [7, 2, 3, 9], [1, 2, 3, 4, 6]]
@@ -55,19 +54,14 @@ def test_no_match_leads_from_one_text_into_the_next(tmp_path: Path):
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(
-    built=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=20), min_size=1, max_size=5),
-    added=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=20), max_size=3),
+    built=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=20), min_size=1, max_size=8),
     tail=st.lists(st.integers(0, 3), min_size=1, max_size=8),
 )
-def test_built_and_added_texts_are_searched_as_one(
-    tmp_path_factory: pytest.TempPathFactory,
-    built: list[list[int]],
-    added: list[list[int]],
-    tail: list[int],
+def test_texts_are_searched_as_one(
+    tmp_path_factory: pytest.TempPathFactory, built: list[list[int]], tail: list[int]
 ):
     path = tmp_path_factory.mktemp("store") / "s"
     build_store(path, built, FIRST)
-    add_to_store(path, added, FIRST)
     store = Store(path, FIRST)
     tokens = store.index.tokens.tolist()
     everything = scan(tokens, tail)
@@ -98,16 +92,6 @@ def test_no_more_tokens_are_taken_than_allowed(tmp_path: Path):
     assert texts_in(store) == [[0, 0, 0], [1, 1, 1], [2, 2]]
 
 
-def test_adding_keeps_what_is_there_and_takes_what_is_new(tmp_path: Path):
-    build_store(tmp_path / "s", TEXTS, FIRST)
-    store = add_to_store(tmp_path / "s", [TEXTS[0], [4, 4, 4]], FIRST)
-    assert texts_in(store) == [*TEXTS, [4, 4, 4]]
-    full = add_to_store(tmp_path / "s", [[5, 5, 5, 5], [6, 6]], FIRST, max_tokens=20)
-    assert texts_in(full) == [*TEXTS, [4, 4, 4], [5, 5, 5]]
-    unchanged = add_to_store(tmp_path / "s", [[6, 6]], FIRST, max_tokens=10)
-    assert texts_in(unchanged) == texts_in(full)
-
-
 def test_a_store_is_readable_by_its_owner_alone(tmp_path: Path):
     path = tmp_path / "s"
     umask = os.umask(0)
@@ -115,7 +99,7 @@ def test_a_store_is_readable_by_its_owner_alone(tmp_path: Path):
         build_store(path, TEXTS, FIRST)
         assert path.stat().st_mode & 0o777 == 0o600
         path.chmod(0o644)
-        add_to_store(path, [[8, 8, 8]], FIRST)
+        build_store(path, [[8, 8, 8]], FIRST, force=True)
         assert path.stat().st_mode & 0o777 == 0o600
     finally:
         os.umask(umask)
@@ -126,13 +110,9 @@ def test_another_tokenizer_is_refused_by_name(tmp_path: Path):
     build_store(path, TEXTS, FIRST)
     before = path.read_bytes()
     both = r"s: holds tokens of first \(100 tokens, .{8}\), but the model's tokenizer is second \("
-    for refused in (
-        lambda: Store(path, SECOND),
-        lambda: add_to_store(path, TEXTS, SECOND),
-    ):
-        with pytest.raises(FileError, match=both) as caught:
-            refused()
-        assert "\n" not in str(caught.value)
+    with pytest.raises(FileError, match=both) as caught:
+        Store(path, SECOND)
+    assert "\n" not in str(caught.value)
     assert path.read_bytes() == before
     assert Store(path, FakeTokenizer("renamed")).identity.name == "first"
 
@@ -159,12 +139,8 @@ def test_a_link_to_a_store_is_read_and_not_written(tmp_path: Path):
     (tmp_path / "real").mkdir()
     build_store(tmp_path / "real" / "s", TEXTS, FIRST)
     (tmp_path / "link").symlink_to(tmp_path / "real" / "s")
-    for write in (
-        lambda path: add_to_store(path, [[4, 4]], FIRST),
-        lambda path: build_store(path, [[4, 4]], FIRST, force=True),
-    ):
-        with pytest.raises(FileError, match="link: is a directory, a link or a device"):
-            write(tmp_path / "link")
+    with pytest.raises(FileError, match="link: is a directory, a link or a device"):
+        build_store(tmp_path / "link", [[4, 4]], FIRST, force=True)
     assert (tmp_path / "link").is_symlink()
     assert texts_in(Store(tmp_path / "link")) == TEXTS
 
@@ -203,7 +179,7 @@ def test_nothing_of_mlx_is_needed():
 
 
 @given(
-    built=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=20), min_size=1, max_size=5),
+    built=st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=20), min_size=1, max_size=8),
     tail=st.lists(st.integers(0, 3), min_size=1, max_size=8),
     depth=st.integers(1, 10),
 )

@@ -199,13 +199,13 @@ class Lent(Request):
         super().__init__(decoder, prompt, n, options, lambda: PromptLookupDrafter(4, 2, 1))
         self._cache, self._ended = cache, ended
 
-    def start(self) -> Any:
-        self.session = self._cache.lend(self.prompt)
-        return super().start()
+        self.at_end = self._end
 
-    def on_end(self) -> None:
+    def start(self) -> None:
+        self.lease = self._session = self._cache.lend(self.prompt)
+        super().start()
+
+    def _end(self) -> None:
         assert not self.error
         self._ended.append(self.context)
-        if self.session:
-            self._cache.give_back(self.session)
-            self.session = None
+        self._cache.give_back(self._session)

@@ -22,7 +22,7 @@ from mlxspec.engine import head_cache
 from mlxspec.engine import heads as engine_heads
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.head_cache import HeadCache
-from mlxspec.engine.heads import HeadDrafts, TrainedHead
+from mlxspec.engine.heads import HeadDrafts, TrainedHead, attach_head
 from mlxspec.engine.prompt_cache import (
     as_mlx_lms,
     load_prompt_cache,
@@ -31,6 +31,7 @@ from mlxspec.engine.prompt_cache import (
 )
 from mlxspec.engine.sampling import Perturb
 from mlxspec.engine.target import Target
+from mlxspec.errors import LoadError
 from mlxspec.models.heads.blocks import DFlash
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
@@ -89,6 +90,13 @@ def trained(kind: str) -> TrainedHead:
 def target_of(kind: str, **options: Any) -> Target:
     capability = ARCHITECTURES[KINDS[kind][0]].capability
     return Target(trained(kind).model, capability, 64, marks=2, **options)
+
+
+def test_a_head_that_reads_layers_which_the_model_lacks_is_refused() -> None:
+    model = target_of("EAGLE-3").model
+    _, head = heads.eagle3(model, eagle_aux_hidden_state_layer_ids=[1, 1, 99])
+    with pytest.raises(LoadError, match="the head, EAGLE-3, cannot draft for this model"):
+        attach_head(head, model)
 
 
 def close(found: mx.array, expected: mx.array) -> bool:

@@ -16,12 +16,12 @@ import pytest
 import mlxspec
 from mlxspec import AutoDecoder
 from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
+from mlxspec.corpus.store import build_store
 from mlxspec.drafting.acceptance import Corrections
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.costs import KeptCosts
 from tests.support.demo import FLAT, LINEAR, demo_decoder, given_costs, stand_in_decoder
 from tests.support.examples import examples
-from tests.support.stores import build_store
 
 pytestmark = pytest.mark.slow
 

@@ -274,11 +274,6 @@ def test_a_servers_prefixes_have_their_heads(kind: str) -> None:
 # --- what else there is ---
 
 
-def test_the_own_head_of_a_loaded_model_is_not_known() -> None:
-    with pytest.raises(mlxspec.OptionError, match="head is True, but the model is given loaded"):
-        mlxspec.AutoDecoder(target("EAGLE-3"), endless_tokenizer(), head=True)
-
-
 ALSO: dict[str, tuple[dict[str, Any], Callable[[list[int]], Auto]]] = {
     "a constraint": (
         {"constraint": mlxspec.Constraint.regex("[^aeiou]*")},

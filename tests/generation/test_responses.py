@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mlxspec.generation.response import OutputText
+from mlxspec.generation.request import OutputText
 
 PIECES = ["a", "b", "ab", "ba", "aab", "", "abba", "\n"]
 STOP_TOKEN = 99

@@ -1,18 +1,15 @@
 """Streamed text against the decoding of all tokens at once."""
 
 import copy
-from itertools import groupby
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mlx_lm.tokenizer_utils import NewlineTokenizer, TokenizerWrapper
-from tokenizers import Tokenizer, decoders, models
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
 from mlxspec.models.tokenizer import (
     ByteDetokenizer,
-    WindowDetokenizer,
     streaming_detokenizer,
     token_bytes,
 )
@@ -22,17 +19,10 @@ from tests.support.tokenizer_kinds import (
     SENTENCEPIECE,
     byte_level,
     sentencepiece,
-    word_piece,
     wrap,
 )
 
 PROMPT = "The quick"
-
-
-def newline_tokenizer() -> NewlineTokenizer:
-    tokenizer = Tokenizer(models.BPE(vocab={"a": 0, "<n>": 1, "b": 2}, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    return NewlineTokenizer(tokenizer_object=tokenizer)
 
 
 def stream(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
@@ -61,11 +51,11 @@ def continuation(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
     return whole[len(before) :]
 
 
-@pytest.fixture(params=[*SENTENCEPIECE, "byte level", "word piece"])
+@pytest.fixture(params=[*SENTENCEPIECE, "byte level"])
 def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
     if request.param in SENTENCEPIECE:
         return sentencepiece(SENTENCEPIECE[request.param])
-    return byte_level() if request.param == "byte level" else word_piece()
+    return byte_level()
 
 
 @pytest.mark.slow
@@ -92,7 +82,7 @@ def test_segments_join_to_the_text_after_the_prompt(
 @given(data=st.data())
 def test_any_tokens_join_to_the_text_after_the_prompt(data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(list(SENTENCEPIECE.values())))
-    tokenizer = data.draw(st.sampled_from([sentencepiece(path), byte_level(), word_piece()]))
+    tokenizer = data.draw(st.sampled_from([sentencepiece(path), byte_level()]))
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=20))
     expected = continuation(tokenizer, ids)
     text = "".join(stream(tokenizer, ids))
@@ -160,23 +150,6 @@ def test_the_bytes_of_tokens_by_mlx_lms_wrapper() -> None:
 def test_the_first_token_keeps_its_space() -> None:
     tokenizer = sentencepiece(DEMO)
     assert stream(tokenizer, tokenizer.encode("time", add_special_tokens=False))[0] == " time"
-
-
-def test_a_class_with_a_decoding_of_its_own_is_asked_for_it() -> None:
-    tokenizer = newline_tokenizer()
-    assert isinstance(streaming_detokenizer(tokenizer), WindowDetokenizer)
-    assert "".join(stream(tokenizer, [0, 1, 2, 1, 1])) == "a\nb\n\n"
-
-
-def test_a_token_whose_text_depends_on_the_one_before_it_is_decoded_with_it() -> None:
-    def decode(ids: list[int]) -> str:
-        return "".join("?ab"[token] for token, _ in groupby(ids))  # as CTC reads its tokens
-
-    detokenizer = WindowDetokenizer(decode, vocabulary_size=3, first=0)
-    for token in (1, 1, 2, 2, 2, 1):
-        detokenizer.add_token(token)
-    detokenizer.finalize()
-    assert detokenizer.text == "aba"
 
 
 def test_the_wrapper_of_mlx_lm_gives_independent_detokenizers() -> None:

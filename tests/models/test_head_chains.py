@@ -200,15 +200,13 @@ def test_eagle_3_of_another_target() -> None:
     assert "hidden_size is 32, but this model's is 40" in message
     message = refused(lambda: Eagle3(config, {**TARGET, "vocab_size": 70}))
     assert "vocab_size is 64, but this model's is 70" in message
-    message = refused(lambda: Eagle3(config, {**TARGET, "num_hidden_layers": 3}))
-    assert "layers 1, 0, -1, but the model has 3" in message
 
 
 def test_eagle_3_with_ids_outside_the_vocabulary() -> None:
     head = Eagle3(EAGLE_3["sglang"], TARGET)
     head.d2t = mx.full(24, 41)
     embedding = nn.Embedding(VOCABULARY, WIDTH)
-    assert "d2t" in refused(lambda: head.bind(embedding, embedding.as_linear))
+    assert "outside the vocabulary" in refused(lambda: head.bind(embedding, embedding.as_linear))
 
 
 QWEN = {
@@ -508,4 +506,4 @@ def test_an_assistant_that_does_not_work() -> None:
     head = Gemma4Assistant(masked, GEMMA_TARGET)
     head.masked_embedding.token_ordering = mx.full(VOCABULARY, -1)
     embedding = nn.Embedding(VOCABULARY, WIDTH)
-    assert "token_ordering" in refused(lambda: head.bind(embedding, embedding.as_linear))
+    assert "outside the vocabulary" in refused(lambda: head.bind(embedding, embedding.as_linear))

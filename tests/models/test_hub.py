@@ -18,14 +18,12 @@ SCRIPT = """
 import json, sys, time
 time.sleep = lambda seconds: None  # between attempts to reach a Hub that is not there
 from mlxspec.errors import LoadError
-from mlxspec.models.model_files import download, is_downloaded
+from mlxspec.models.model_files import BESIDE, WEIGHTS, download
 for request in sys.argv[1:]:
     repository, _, revision = request.partition("@")
-    if revision == "?":
-        print(json.dumps(is_downloaded(repository)))
-        continue
     try:
-        print(json.dumps(sorted(p.name for p in download(repository, revision or None).iterdir())))
+        found = download(repository, revision or None, weights=(WEIGHTS, *BESIDE))
+        print(json.dumps(sorted(path.name for path in found.iterdir())))
     except LoadError as error:
         print(json.dumps(str(error)))
 """
@@ -85,15 +83,6 @@ def test_only_a_models_own_files_are_fetched_and_only_once(hub: LocalHub, tmp_pa
     assert hub.files_sent() == set()
 
 
-def test_what_is_downloaded_is_known_without_the_hub(hub: LocalHub, tmp_path: Path) -> None:
-    hub.requests.clear()
-    no, odd = "someone/tiny@?", "no/such/name@?"
-    assert download(hub.endpoint, tmp_path, no, odd)[0] == [False, False]
-    assert hub.requests == []
-    download(hub.endpoint, tmp_path, "someone/tiny")
-    assert download("http://127.0.0.1:9", tmp_path, "someone/tiny@?", odd)[0] == [True, False]
-
-
 def test_repositories_that_cannot_be_had_are_named(hub: LocalHub, tmp_path: Path) -> None:
     (missing, gated, revision), _ = download(
         hub.endpoint, tmp_path, "someone/nothing", "someone/gated", "someone/tiny@nope"
@@ -104,23 +93,11 @@ def test_repositories_that_cannot_be_had_are_named(hub: LocalHub, tmp_path: Path
     assert revision == "someone/tiny: the repository has no such revision"
 
 
-def test_repositories_without_weights_for_mlx_say_what_they_have(
-    hub: LocalHub, tmp_path: Path
-) -> None:
-    names = [f"someone/{kind}" for kind in OTHERS]
-    errors, _ = download(hub.endpoint, tmp_path, *names)
-    told = dict(zip(OTHERS, errors, strict=True))
-    assert "GGUF format" in told["Tiny-GGUF"]
-    assert "huggingface.co/mlx-community/models" in told["Tiny-GGUF"]
-    assert "PyTorch's weights; use a version of the model with safetensors" in told["old"]
-    assert "mlxspec convert --torch-path" in told["original"]
-    assert "no weights; name another repository" in told["readme"]
-    (offline, gguf), _ = download(
-        "http://127.0.0.1:9", tmp_path, "someone/readme", "another/Model-GGUF"
-    )
-    assert "not on this machine, and the Hub cannot be reached" in offline
-    assert "the Hub cannot be reached" in gguf
-    assert "GGUF format" in gguf
+def test_repositories_without_weights_for_mlx_are_refused(hub: LocalHub, tmp_path: Path) -> None:
+    errors, _ = download(hub.endpoint, tmp_path, *(f"someone/{kind}" for kind in OTHERS))
+    for kind, error in zip(OTHERS, errors, strict=True):
+        assert error.startswith(f"someone/{kind}: no model*.safetensors")
+        assert "huggingface.co/mlx-community/models" in error
 
 
 def test_without_a_network_the_error_says_so(tmp_path: Path) -> None:

@@ -36,14 +36,6 @@ def test_links_and_directories_among_the_files_are_as_good(model: Path) -> None:
     load(model)
 
 
-@pytest.mark.parametrize("name", ["[red]x", "a*b?"])
-def test_a_name_that_looks_like_a_pattern_is_refused(
-    model: Path, tmp_path: Path, name: str
-) -> None:
-    odd = shutil.copytree(model, tmp_path / name)
-    assert "rename it" in refused(odd)
-
-
 def test_a_name_that_is_not_utf8_is_told(model: Path, tmp_path: Path) -> None:
     odd = shutil.copytree(model, tmp_path / os.fsdecode(b"m\xff"))
     refused(odd)

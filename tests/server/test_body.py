@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.server.app import Endpoints
-from mlxspec.server.body import MOST_VALUES, ApiError, read_body, read_json
-from mlxspec.server.openai import parse_chat
+from mlxspec.server.body import MOST_VALUES, ApiError, parse, read_body, read_json
+from mlxspec.server.openai import ChatBody
 from tests.server.test_requests import FULL_CHAT
 from tests.support.examples import examples
 from tests.support.hostile import json_values, mutated
@@ -195,4 +196,4 @@ def test_a_body_is_read_and_checked_beside_the_event_loop(length: int) -> None:
 @given(json_values)
 def test_errors_of_what_checks_a_body_come_through(body: Any) -> None:
     with pytest.raises(ApiError):
-        read(json.dumps([body]).encode(), parse_chat)
+        read(json.dumps([body]).encode(), partial(parse, ChatBody))

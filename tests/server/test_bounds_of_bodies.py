@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -12,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.server.body import MOST_VALUES, ApiError
-from mlxspec.server.messages import parse_messages
-from mlxspec.server.openai import parse_chat, parse_completion
+from mlxspec.server.body import MOST_VALUES, ApiError, parse
+from mlxspec.server.messages import MessagesBody
+from mlxspec.server.openai import ChatBody, CompletionBody
 from mlxspec.server.prompts import chat_prompt, check_length, completion_prompts
 from mlxspec.server.responses import parse_responses
 from tests.support.chat_tokenizer import chat_tokenizer
@@ -109,23 +110,23 @@ def test_what_the_arguments_of_calls_hold_counts_together() -> None:
         return {"messages": [{"role": "assistant", "tool_calls": [call] * times}, *HELLO]}
 
     arguments = json.dumps({"a": [0] * 100_000})
-    for message in parse_chat(calling(arguments, 2)).messages[:1]:
+    for message in parse(ChatBody, calling(arguments, 2)).conversation[:1]:
         assert [len(call["function"]["arguments"]["a"]) for call in message["tool_calls"]] == [
             *[100_000] * 2
         ]
     for times in (3, 10):
         with pytest.raises(ApiError, match="values") as caught:
-            parse_chat(calling(arguments, times))
+            parse(ChatBody, calling(arguments, times))
         assert caught.value.status == 413
     for no_json in ('{"a": NaN}', '{"a": 1e999}', '{"a": 1', "[1]"):  # as a model may have written
-        (message, _) = parse_chat(calling(no_json, 1)).messages
+        (message, _) = parse(ChatBody, calling(no_json, 1)).conversation
         assert message["tool_calls"][0]["function"]["arguments"] == no_json
 
 
 def test_a_schema_that_is_a_text_is_not_parsed_if_it_is_long() -> None:
     schema = '{"enum": [' + "{}," * 1_000_000 + "no JSON"
     with pytest.raises(ApiError, match=r"3,000,0.. characters"):
-        parse_chat({"messages": HELLO, "guided_json": schema})
+        parse(ChatBody, {"messages": HELLO, "guided_json": schema})
 
 
 MANY_TEXTS = [{"type": "text", "text": "x" * 1500}] * 20_000
@@ -136,8 +137,11 @@ CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
 @pytest.mark.parametrize(
     ("parse", "body"),
     [
-        (parse_messages, {"messages": [{"role": "user", "content": "x" * 1500}] * 20_000}),
-        (parse_messages, {"messages": [{"role": "user", "content": MANY_TEXTS}]}),
+        (
+            partial(parse, MessagesBody),
+            {"messages": [{"role": "user", "content": "x" * 1500}] * 20_000},
+        ),
+        (partial(parse, MessagesBody), {"messages": [{"role": "user", "content": MANY_TEXTS}]}),
         (
             parse_responses,
             {"input": [CALL, *[{"role": "assistant", "content": "x" * 1500}] * 20_000]},
@@ -195,7 +199,7 @@ def test_what_the_template_makes_is_measured_before_it_is_tokenized(
     tokenizer = chat_tokenizer("json_tools", template=template)
     refuse_to_tokenize(monkeypatch, tokenizer)
     with pytest.raises(ApiError) as caught:
-        chat_prompt(parse_chat({"messages": HELLO, **fields}), tokenizer, 1000)
+        chat_prompt(parse(ChatBody, {"messages": HELLO, **fields}), tokenizer, 1000)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
 
 
@@ -204,7 +208,7 @@ def test_a_prompt_and_a_suffix_are_measured_before_they_are_tokenized(
 ) -> None:
     refuse_to_tokenize(monkeypatch, demo().tokenizer)
     for fields in ({"prompt": LONG}, {"prompt": [LONG, "Once"]}, {"suffix": LONG}):
-        request = parse_completion({"prompt": "Once", **fields})
+        request = parse(CompletionBody, {"prompt": "Once", **fields})
         with pytest.raises(ApiError, match="is too long"):
             completion_prompts(request, demo().tokenizer, 1000)
 
@@ -239,7 +243,7 @@ def test_special_tokens_are_not_the_clients_to_set(http: httpx.Client, name: str
 
 def test_the_operator_may_set_special_tokens() -> None:
     tokenizer = chat_tokenizer(template="{{ bos_token }}{{ note }}")
-    request = parse_chat({"messages": HELLO, "chat_template_kwargs": {"note": " b"}})
+    request = parse(ChatBody, {"messages": HELLO, "chat_template_kwargs": {"note": " b"}})
     prompt = chat_prompt(request, tokenizer, arguments={"bos_token": "a", "note": " c"})
     assert tokenizer.decode(prompt.tokens) == "a b"
 

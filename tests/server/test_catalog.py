@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
-import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
@@ -92,7 +90,6 @@ class Server:
         catalog, worker: its parts.
         now: the time.
         log: the records of the log.
-        refused: the paths of refused requests, with the codes of their errors.
     """
 
     def __init__(
@@ -100,8 +97,6 @@ class Server:
         shelf: Shelf,
         starting: Sequence[str] = (),
         bound: int | None = None,
-        sign: float = 10.0,
-        on_body: Callable[[bytes], object] = lambda body: None,
     ) -> None:
         self.now = 0.0
         self.log: list[dict[str, Any]] = []
@@ -116,21 +111,7 @@ class Server:
             clock=lambda: self.now,
         )
         self.catalog.start()
-        self.refused: list[tuple[str, str | None]] = []
-        app = create_app(
-            self.catalog,
-            keep_alive=sign,
-            on_refusal=lambda path, error: self.refused.append((path, error.code)),
-        )
-
-        async def watched(scope: Any, receive: Any, send: Any) -> None:
-            async def sent(message: Any) -> None:
-                on_body(message.get("body", b""))
-                await send(message)
-
-            await app(scope, receive, sent)
-
-        transport = httpx.ASGITransport(watched, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(create_app(self.catalog), raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60)
 
     async def ask(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
@@ -400,48 +381,6 @@ def test_a_model_that_fails_in_its_first_steps_hurts_no_other(
             assert await server.said(model="hub/a") == first
             assert server.worker.ready
             assert await server.said(model="hub/b") == first
-
-    asyncio.run(run())
-
-
-@pytest.mark.slow
-def test_a_stream_is_kept_alive_while_its_model_is_loaded() -> None:
-    release = threading.Event()
-
-    class Slow(Shelf):
-        def load(self, entry: Entry, on_read: OnRead) -> ServedModel:
-            assert release.wait(60)
-            return super().load(entry, on_read)
-
-    def on_body(body: bytes) -> None:
-        if body.startswith(b":"):
-            release.set()
-
-    async def streamed(server: Server, path: str, model: str) -> list[str]:
-        answer = await server.ask(path, model=model, stream=True)
-        assert answer.status_code == 200
-        assert ("request-id" in answer.headers) == (path == "/v1/messages")
-        return [line for line in answer.text.splitlines() if line]
-
-    async def run() -> None:
-        shelf = Slow(Entry("a"), Entry("b", "/models/b"))
-        shelf.broken = {"b"}
-        async with serving(shelf, sign=0.01, on_body=on_body) as server:
-            first, *rest = await streamed(server, "/v1/completions", "a")
-            assert first == ": the model is being loaded"
-            chunks = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
-            text = "".join(one["choices"][0]["text"] for one in chunks if one["choices"])
-            assert text == alone()
-            assert rest[-1] == "data: [DONE]"
-            for path in PATHS:
-                release.clear()
-                *_, name, last = await streamed(server, path, "b")
-                told = json.loads(last[6:])
-                if path == "/v1/responses":
-                    assert name == "event: response.failed"
-                    told = told["response"]
-                assert "cannot be loaded" in told["error"]["message"]
-            assert server.refused == [(path, "model_not_loaded") for path in PATHS]
 
     asyncio.run(run())
 

@@ -229,16 +229,15 @@ def test_a_right_prediction_is_accepted_and_changes_nothing(client: OpenAI) -> N
     assert wrong.choices[0].message.content == expected
 
 
-def test_a_prediction_is_refused_where_no_draft_comes_from_it() -> None:
+def test_a_prediction_is_ignored_where_no_draft_comes_from_it() -> None:
     decoder = stand_in_decoder(mlxspec.PromptLookupDecoder)
     decoder.costs = given_costs(FLAT)
     memory, cache = CacheMemory(decoder.model), PrefixCache(decoder.model, 1 << 28)
-    with (
-        running_server(ServedModel("small", decoder, cache, memory)) as server,
-        pytest.raises(openai.BadRequestError, match="leave prediction out") as refused,
-    ):
-        chat(server.client(), prediction={"type": "content", "content": "Yes"})
-    assert refused.value.param == "prediction"
+    with running_server(ServedModel("small", decoder, cache, memory)) as server:
+        client = server.client()
+        without = chat(client).choices[0].message.content
+        answer = chat(client, prediction={"type": "content", "content": "Yes"})
+        assert answer.choices[0].message.content == without
 
 
 # --- completions ---
@@ -548,10 +547,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-@pytest.mark.parametrize(
-    "choice",
-    ["auto", "required", {"type": "function", "function": {"name": "weather"}}, None],
-)
+@pytest.mark.parametrize("choice", ["auto", "required", None])
 def test_tools_are_called(caller: Running, choice: Any) -> None:
     client = caller.client()
     fields = {"model": "caller", "tools": [WEATHER], "tool_choice": choice}
@@ -573,9 +569,7 @@ def test_tools_are_called(caller: Running, choice: Any) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize(
-    "choice", ["auto", "required", {"type": "function", "function": {"name": "weather"}}]
-)
+@pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("max_tokens", range(1, 7))
 def test_a_call_that_is_cut_off_leaves_no_text(
     caller: Running, choice: Any, max_tokens: int

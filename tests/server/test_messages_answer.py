@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from mlxspec.server.answer import OutputFormat, framed
-from mlxspec.server.body import ApiError
-from mlxspec.server.messages import MessagesAnswer, parse_messages
+from mlxspec.server.body import ApiError, parse
+from mlxspec.server.messages import MessagesAnswer, MessagesBody
 from mlxspec.server.worker import Begun, Event
 from tests.server.test_openai import CALLS, TOKENIZER, ended, extras, pieces
 from tests.support.examples import examples
@@ -27,7 +27,7 @@ TOOLS = [{"name": name, "input_schema": {"type": "object"}} for name in ("f", "g
 
 def answer(**fields: Any) -> MessagesAnswer:
     hello = [{"role": "user", "content": "?"}]
-    request = parse_messages({"messages": hello, "max_tokens": 100, **fields})
+    request = parse(MessagesBody, {"messages": hello, "max_tokens": 100, **fields})
     format = replace(
         OutputFormat(TOKENIZER, request.tools), several_calls=request.parallel_tool_calls
     )

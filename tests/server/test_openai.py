@@ -16,12 +16,13 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
 from mlxspec.server.answer import OutputFormat
+from mlxspec.server.body import parse
 from mlxspec.server.openai import (
     ChatAnswer,
+    ChatBody,
     CompletionAnswer,
+    CompletionBody,
     detokenized,
-    parse_chat,
-    parse_completion,
 )
 from mlxspec.server.worker import Ended, Event, Piece
 from tests.support.chat_tokenizer import chat_tokenizer
@@ -36,7 +37,7 @@ CALLS = (
 
 
 def chat(**fields: Any) -> ChatAnswer:
-    request = parse_chat({"messages": [{"role": "user", "content": "?"}], **fields})
+    request = parse(ChatBody, {"messages": [{"role": "user", "content": "?"}], **fields})
     format = replace(
         OutputFormat(TOKENIZER, request.tools), several_calls=request.parallel_tool_calls
     )
@@ -44,7 +45,7 @@ def chat(**fields: Any) -> ChatAnswer:
 
 
 def completion(**fields: Any) -> CompletionAnswer:
-    return CompletionAnswer(parse_completion({"prompt": "Hi", **fields}), "model", TOKENIZER)
+    return CompletionAnswer(parse(CompletionBody, {"prompt": "Hi", **fields}), "model", TOKENIZER)
 
 
 def pieces(text: str, index: int = 0, length: int = 3, **fields: Any) -> list[Event]:
@@ -259,10 +260,10 @@ def test_drafts_are_told_where_they_are_asked_for() -> None:
 
 def test_the_choices_begin_before_any_token() -> None:
     answer = chat(stream=True, n=2)
-    chunks = answer.begin()
+    chunks = answer.begun()
     assert [chunk["choices"][0]["index"] for chunk in chunks] == [0, 1]
     assert [delta["role"] for delta in deltas(chunks)] == ["assistant"] * 2
-    assert answer.begin() == []
+    assert answer.begun() == []
     assert deltas(answer.feed([Piece(1, "a", 65)])) == [{"content": "a"}]
 
 

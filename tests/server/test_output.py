@@ -17,8 +17,6 @@ from mlxspec.server.answer import (
     OutputParser,
     Part,
 )
-from mlxspec.server.body import ApiError
-from mlxspec.server.prompts import call_opening
 from tests.support.chat_tokenizer import chat_tokenizer
 
 TOOLS: list[dict[str, Any]] = [
@@ -257,8 +255,6 @@ def test_headers_between_messages_are_no_text() -> None:
         assert read(format, said) == [Part("reasoning", "Hm."), Part("text", "Hi.")]
     deltas = read(replace(OutputFormat(tokenizer, TOOLS), initial="header"), thought + call)
     assert calls_of(deltas) == [("f", {"a": 1})]
-    with pytest.raises(ApiError, match="tool_choice"):
-        call_opening(tokenizer, None)
 
 
 def test_after_the_one_call_that_there_may_be_nothing_follows() -> None:
@@ -281,31 +277,23 @@ def test_a_space_of_the_tokenizer_is_dropped_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parser", "name", "output"),
+    ("parser", "output"),
     [
-        ("json_tools", "write", f" {ARGUMENTS}}}\n</tool_call>"),
-        ("json_tools", None, f'\n{{"name": "write", "arguments": {ARGUMENTS}}}\n</tool_call>'),
-        ("mistral", "write", f" {ARGUMENTS}}}]"),
-        ("mistral", None, f"write[ARGS]{ARGUMENTS}"),
+        ("json_tools", f'\n{{"name": "write", "arguments": {ARGUMENTS}}}\n</tool_call>'),
+        ("mistral", f'[{{"name": "write", "arguments": {ARGUMENTS}}}]'),
+        ("mistral", f"write[ARGS]{ARGUMENTS}"),
         (
             "qwen3_coder",
-            "write",
-            "<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>",
+            "\n<function=write>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>",
         ),
-        ("pythonic", None, "[write(city='Rome')]<|tool_call_end|>"),
+        ("pythonic", "[write(city='Rome')]<|tool_call_end|>"),
     ],
 )
-def test_a_call_that_the_prompt_begins_is_read(parser: str, name: str | None, output: str) -> None:
-    opening = call_opening(chat_tokenizer(parser), name)
-    format = format_of(parser, initial="tool", call_begun=opening)
-    ((called, arguments),) = calls_of(read(format, *output))
+def test_a_call_whose_marker_the_prompt_has_is_read(parser: str, output: str) -> None:
+    ((called, arguments),) = calls_of(read(format_of(parser, initial="tool"), *output))
     assert called == "write"
     assert arguments in (json.loads(ARGUMENTS), {"city": "Rome"})
 
 
 def test_of_a_begun_call_only_what_the_model_wrote_comes_back() -> None:
-    opening = call_opening(chat_tokenizer(), "write")
-    format = format_of(initial="tool", call_begun=opening)
-    assert read(format, " no</tool_call>") == [Part("text", " no</tool_call>")]
-    with pytest.raises(ApiError, match="tool_choice"):
-        call_opening(chat_tokenizer("pythonic"), "write")
+    assert read(format_of(initial="tool"), " no</tool_call>") == [Part("text", " no</tool_call>")]

@@ -539,11 +539,7 @@ def unreadable(path: Path) -> None:
     path.mkdir()
 
 
-def writable(path: Path) -> None:
-    path.chmod(0o660)
-
-
-@pytest.mark.parametrize("spoil", [truncated, foreign, unreadable, writable])
+@pytest.mark.parametrize("spoil", [truncated, foreign, unreadable])
 def test_a_file_that_cannot_be_used_is_left_out_with_a_line(
     spoil: Callable[[Path], None], tmp_path: Path
 ) -> None:

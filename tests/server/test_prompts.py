@@ -13,8 +13,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.models.tokenizer import load_tokenizer_of
 from mlxspec.server.answer import OutputParser, Part
-from mlxspec.server.body import ApiError
-from mlxspec.server.openai import parse_chat, parse_completion
+from mlxspec.server.body import ApiError, parse
+from mlxspec.server.openai import ChatBody, CompletionBody
 from mlxspec.server.prompts import Prompt, chat_prompt, completion_prompts
 from tests.support.chat_tokenizer import CHATML, chat_tokenizer
 from tests.support.demo import demo
@@ -26,7 +26,9 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 
 
 def chat(tokenizer: TokenizerWrapper | None = None, **fields: Any) -> Prompt:
-    return chat_prompt(parse_chat({"messages": HELLO, **fields}), tokenizer or chat_tokenizer())
+    return chat_prompt(
+        parse(ChatBody, {"messages": HELLO, **fields}), tokenizer or chat_tokenizer()
+    )
 
 
 def text_of(prompt: Prompt, tokenizer: TokenizerWrapper | None = None) -> str:
@@ -34,7 +36,7 @@ def text_of(prompt: Prompt, tokenizer: TokenizerWrapper | None = None) -> str:
 
 
 def completions(tokenizer: TokenizerWrapper | None = None, **fields: Any) -> list[Prompt]:
-    request = parse_completion({"prompt": "Once", **fields})
+    request = parse(CompletionBody, {"prompt": "Once", **fields})
     return completion_prompts(request, tokenizer or chat_tokenizer())
 
 
@@ -121,18 +123,12 @@ def test_calls_and_results_are_in_the_template() -> None:
     assert "<|im_start|>tool\n2<|im_end|>" in text
 
 
-@pytest.mark.parametrize(
-    ("choice", "begun", "output"),
-    [
-        ("required", "<tool_call>", '\n{"name": "f", "arguments": {}}'),
-        (NAMED, '<tool_call>\n{"name": "f", "arguments":', " {}}"),
-    ],
-)
-def test_a_call_that_must_be_is_begun_for_the_model(choice: Any, begun: str, output: str) -> None:
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_call_that_must_be_is_begun_for_the_model(choice: Any) -> None:
     prompt = chat(tools=[TOOL], tool_choice=choice)
-    assert text_of(prompt) == text_of(chat(tools=[TOOL])) + begun
+    assert text_of(prompt) == text_of(chat(tools=[TOOL])) + "<tool_call>"
     parser = OutputParser(prompt.format)
-    deltas = parser.feed(output + "\n</tool_call>") + parser.finish()
+    deltas = parser.feed('\n{"name": "f", "arguments": {}}\n</tool_call>') + parser.finish()
     (call, arguments) = deltas
     assert call.kind == "call"
     assert call.name == "f"

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from mlxspec import Constraint, SamplingParams
 from mlxspec.server.body import ApiError, parse, read_body
 from mlxspec.server.openai import (
+    ChatBody,
+    CompletionBody,
     DetokenizeBody,
-    parse_chat,
-    parse_completion,
+    TokenizeBody,
     parse_tokenize,
 )
-from mlxspec.server.requests import ApiRequest, sampling_of_choice
+from mlxspec.server.requests import ApiBody, sampling_of_choice
 from tests.support.examples import examples
 from tests.support.hostile import json_values
 
@@ -35,15 +36,22 @@ WEATHER = {
 }
 
 
+parse_chat = partial(parse, ChatBody)
+parse_completion = partial(parse, CompletionBody)
 parse_detokenize = partial(parse, DetokenizeBody)
 
 
-def chat(**fields: Any) -> ApiRequest:
+def chat(**fields: Any) -> ChatBody:
     return parse_chat({"messages": HELLO, **fields})
 
 
-def completion(**fields: Any) -> ApiRequest:
+def completion(**fields: Any) -> CompletionBody:
     return parse_completion({"prompt": "Once", **fields})
+
+
+def effect(request: ApiBody) -> dict[str, Any]:
+    """All that a request asks for, whatever it was sent as."""
+    return request.model_dump()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +125,8 @@ def completion(**fields: Any) -> ApiRequest:
 def test_constraints_have_many_names(
     fields: dict[str, Any], constraint: Constraint | None, by: str
 ) -> None:
-    for request in (chat(**fields), completion(**fields)):
+    requests: tuple[ApiBody, ...] = (chat(**fields), completion(**fields))
+    for request in requests:
         assert (request.constraint, request.constrained_by) == (constraint, by)
 
 
@@ -135,7 +144,9 @@ def param_of(body: object, parse: Any = parse_chat) -> str | None:
 
 def test_a_request_without_options_has_the_defaults_of_generate() -> None:
     request = chat()
-    assert request == ApiRequest(messages=({"role": "user", "content": "Hello"},))
+    assert request.conversation == [{"role": "user", "content": "Hello"}]
+    assert (request.n, request.max_tokens, request.stop, request.stream) == (1, None, [], False)
+    assert (request.top, request.constraints, request.template_kwargs) == (None, {}, {})
     params = sampling_of_choice(request.sampling)
     assert (params.temp, params.top_p, params.top_k, params.seed) == (0.0, 1.0, 0, None)
     assert params.logit_bias is None
@@ -173,24 +184,24 @@ def test_null_is_absent() -> None:
         tool_choice parallel_tool_calls prediction chat_template_kwargs reasoning_effort
         response_format audio modalities functions function_call web_search_options model mlxspec
         prompt_cache_key verbosity"""
-    assert chat(**dict.fromkeys(names.split())) == chat()
+    assert effect(chat(**dict.fromkeys(names.split()))) == effect(chat())
     names = "suffix echo best_of logprobs n stop seed"
-    assert completion(**dict.fromkeys(names.split())) == completion()
+    assert effect(completion(**dict.fromkeys(names.split()))) == effect(completion())
 
 
 def test_null_is_absent_within_objects_too() -> None:
     fields = {"stream_options": {"include_usage": None}, "mlxspec": {"drafts": None}}
     fields |= {"logit_bias": {"5": None}}
-    assert chat(**fields) == chat()
+    assert effect(chat(**fields)) == effect(chat())
 
 
 def test_what_no_server_knows_is_ignored() -> None:
-    assert chat(frobnicate=[1], **{"": 0}) == chat()
+    assert effect(chat(frobnicate=[1], **{"": 0})) == effect(chat())
 
 
 def test_unknown_options_of_a_stream_are_ignored() -> None:
     request = chat(stream_options={"include_usage": True, "of_tomorrow": "x"})
-    assert request.include_usage
+    assert request.stream_options.include_usage
 
 
 def test_errors_call_objects_objects() -> None:
@@ -229,14 +240,14 @@ def test_what_the_clients_of_other_servers_send_is_taken() -> None:
     )
     assert request.max_tokens == 50
     assert request.sampling == SamplingParams(seed=None)
-    assert request.stop == ("END",)
-    assert (request.stream, request.include_usage) == (True, False)
+    assert request.stop == ["END"]
+    assert (request.stream, request.stream_options.include_usage) == (True, False)
     assert chat(max_tokens=-1).max_tokens is None
     assert chat(max_tokens=2**70).max_tokens == 2**31 - 1
-    assert chat(stream_options={"include_usage": True}).include_usage
-    assert chat(stop=["a", "b"]).stop == ("a", "b")
-    assert chat(stop=[]).stop == ()
-    assert chat(mlxspec={"drafts": True}).drafts
+    assert chat(stream_options={"include_usage": True}).stream_options.include_usage
+    assert chat(stop=["a", "b"]).stop == ["a", "b"]
+    assert chat(stop=[]).stop == []
+    assert chat(mlxspec={"drafts": True}).mlxspec.drafts
 
 
 def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None:
@@ -283,7 +294,6 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"n": 129}, "n"),
         ({"n": False}, "n"),
         ({"logprobs": 1}, "logprobs"),
-        ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"stream": "yes"}, "stream"),
         ({"stream_options": []}, "stream_options"),
@@ -312,8 +322,6 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"ebnf": ["root"]}, "ebnf"),
         ({"format": "yaml"}, "format"),
         ({"format": 5}, "format"),
-        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
-        ({"max_tokens": 5, "max_output_tokens": 6}, "max_tokens"),
         ({"json_schema": "x"}, "json_schema"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
@@ -369,7 +377,7 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
                 "tool_choice": {"type": "function", "function": {"name": "x"}},
                 "tools": [WEATHER],
             },
-            "tool_choice.function.name",
+            "tool_choice",
         ),
         ({"parallel_tool_calls": 0}, "parallel_tool_calls"),
         ({"messages": None}, "messages"),
@@ -442,7 +450,7 @@ def test_messages_come_in_the_form_of_chat_templates() -> None:
             ]
         }
     )
-    system, user, calls, tool, refusal = request.messages
+    system, user, calls, tool, refusal = request.conversation
     assert system == {"role": "system", "content": "Be brief."}
     assert user == {"role": "user", "content": "ab"}
     assert (calls["content"], calls["reasoning_content"]) == ("", "Hm.")
@@ -462,18 +470,19 @@ def test_a_trailing_message_of_the_assistant_is_gone_on_with() -> None:
     assert chat(messages=prefill).continued
     assert not chat().continued
     empty = chat(messages=[*HELLO, {"role": "assistant", "content": ""}])
-    assert empty == chat()
+    assert empty.conversation == chat().conversation
+    assert not empty.continued
 
 
 def test_tools_and_their_choice() -> None:
-    assert chat(tools=[]).tools == ()
+    assert chat(tools=[]).tools_shown == []
     request = chat(tools=[WEATHER])
-    assert (request.tools, request.tool_choice) == ((WEATHER,), "auto")
-    assert chat(tools=[WEATHER], tool_choice="none").tools == ()
-    assert chat(tools=[WEATHER], tool_choice="required").tool_choice == "required"
+    assert (request.tools_shown, request.demands_call) == ([WEATHER], False)
+    assert chat(tools=[WEATHER], tool_choice="none").tools_shown == []
+    assert chat(tools=[WEATHER], tool_choice="required").demands_call
     named = {"type": "function", "function": {"name": "weather"}}
     request = chat(tools=[WEATHER], tool_choice=named, parallel_tool_calls=False)
-    assert (request.tool_choice, request.forced_tool) == ("function", "weather")
+    assert (request.demands_call, request.forced_tool) == (True, "weather")
     assert not request.parallel_tool_calls
 
 
@@ -491,24 +500,25 @@ def test_thinking_is_asked_for_under_several_names() -> None:
 
 
 def test_a_prediction_is_a_text_or_parts() -> None:
-    assert chat(prediction={"type": "content", "content": "x"}).prediction == "x"
+    assert chat(prediction={"type": "content", "content": "x"}).prediction.content == "x"
     parts = [{"type": "text", "text": "x"}, {"type": "text", "text": "y"}]
-    assert chat(prediction={"type": "content", "content": parts}).prediction == "xy"
-    assert chat(prediction={"type": "content", "content": ""}).prediction is None
+    assert chat(prediction={"type": "content", "content": parts}).prediction.content == "xy"
 
 
 # --- completions ---
 
 
 def test_prompts_are_texts_or_ids() -> None:
-    assert completion(prompt="").prompts == ("",)
-    assert completion(prompt=["a", "b"]).prompts == ("a", "b")
-    assert completion(prompt=[1, 2.0]).prompts == ((1, 2),)
-    assert completion(prompt=[[1, 2], "a", [3]]).prompts == ((1, 2), "a", (3,))
+    assert completion(prompt="").prompt == [""]
+    assert completion(prompt=["a", "b"]).prompt == ["a", "b"]
+    assert completion(prompt=[1, 2.0]).prompt == [[1, 2]]
+    assert completion(prompt=[[1, 2], "a", [3]]).prompt == [[1, 2], "a", [3]]
     request = completion(suffix=" end", echo=True, best_of=1, n=2, logprobs=None)
     assert (request.suffix, request.echo, request.n) == (" end", True, 2)
-    assert completion(logprobs=0).logprobs == 0
-    assert completion(suffix="").suffix is None
+    assert completion(logprobs=0).top == 0
+    assert completion().top is None
+    assert [chat(top_logprobs=n).top for n in (0, 3)] == [None, 3]
+    assert chat(logprobs=True).top == 0
 
 
 @pytest.mark.parametrize(
@@ -542,10 +552,11 @@ def test_completions_refuse_by_name(fields: dict[str, Any], param: str) -> None:
 
 
 def test_texts_and_ids_to_convert() -> None:
-    asked, conversation = parse_tokenize({"prompt": "a"})
-    assert (asked.prompt, asked.add_special_tokens, conversation) == ("a", True, None)
-    assert not parse_tokenize({"prompt": "", "add_special_tokens": False})[0].add_special_tokens
-    assert parse_tokenize({"messages": HELLO})[1] == chat()
+    asked = parse_tokenize({"prompt": "a"})
+    assert asked == TokenizeBody(prompt="a", add_special_tokens=True)
+    asked = parse_tokenize({"prompt": "", "add_special_tokens": False})
+    assert asked == TokenizeBody(prompt="", add_special_tokens=False)
+    assert parse_tokenize({"messages": HELLO}) == chat()
     assert param_of({}, parse_tokenize) == "prompt"
     assert parse_detokenize({"tokens": [1, 2]}).tokens == [1, 2]
     assert parse_detokenize({"tokens": []}).tokens == []
@@ -644,8 +655,8 @@ def _edited(body: Any, edits: list[tuple[tuple[Any, ...], Any]]) -> Any:
 
 
 def test_the_bodies_that_are_made_hostile_are_right_before() -> None:
-    assert isinstance(parse_chat(FULL_CHAT), ApiRequest)
-    assert isinstance(parse_completion(FULL_COMPLETION), ApiRequest)
+    assert isinstance(parse_chat(FULL_CHAT), ApiBody)
+    assert isinstance(parse_completion(FULL_COMPLETION), ApiBody)
 
 
 @pytest.mark.slow

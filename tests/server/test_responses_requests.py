@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from openai.types.responses import Response
 
-from mlxspec.server.body import ApiError
-from mlxspec.server.openai import parse_chat
-from mlxspec.server.requests import ApiRequest
-from mlxspec.server.responses import ResponsesRequest, ResponseStore, parse_responses
+from mlxspec.server.body import ApiError, parse
+from mlxspec.server.openai import ChatBody
+from mlxspec.server.responses import ResponsesBody, ResponseStore, parse_responses
 from tests.server.test_requests import check_any, hostile, param_of
 from tests.support.examples import examples
 from tests.support.hostile import json_values
@@ -113,18 +112,18 @@ FULL = {
 }  # fmt: skip
 
 
-def parsed(body: object) -> ResponsesRequest:
+def parsed(body: object) -> ResponsesBody:
     return parse_responses(body, STORE)
 
 
-def asked(**fields: Any) -> ResponsesRequest:
+def asked(**fields: Any) -> ResponsesBody:
     return parsed({"input": "Hello", **fields})
 
 
 def test_an_item_is_inserted_once() -> None:
     reference = {"type": "item_reference", "id": "msg_1_0"}
-    assert asked(input=[reference]).items == (KEPT,)
-    assert asked(input=[{"id": "msg_1_0"}]).items == (KEPT,)
+    assert asked(input=[reference]).items == [KEPT]
+    assert asked(input=[{"id": "msg_1_0"}]).items == [KEPT]
     with pytest.raises(ApiError, match="there already") as caught:
         asked(input=[reference, reference])
     assert caught.value.param == "input[1].id"
@@ -137,19 +136,22 @@ def wrong(**fields: Any) -> str | None:
 
 def test_a_text_is_a_message_of_the_user() -> None:
     request = asked()
-    chat = parse_chat({"messages": [{"role": "user", "content": "Hello"}]})
-    ours = {name: getattr(request, name) for name in vars(chat)}
-    assert ours == vars(chat) | {"param": "input"}
+    chat = parse(ChatBody, {"messages": [{"role": "user", "content": "Hello"}]})
+    names = """model max_tokens n stop stream sampling conversation continued tools_shown
+        choice parallel_tool_calls template_kwargs constraints top"""
+    for name in names.split():
+        assert getattr(request, name) == getattr(chat, name), name
     assert request.store
-    assert asked(input=[{"role": "user", "content": "Hello"}]).messages == request.messages
+    items = [{"role": "user", "content": "Hello"}]
+    assert asked(input=items).conversation == request.conversation
 
 
 def test_what_codex_sends_is_a_chat() -> None:
     request = parsed(CODEX)
-    assert [message["role"] for message in request.messages] == [
+    assert [message["role"] for message in request.conversation] == [
         *("system", "user", "assistant", "tool", "tool", "tool")
     ]
-    system, user, answer, *results = request.messages
+    system, user, answer, *results = request.conversation
     assert system["content"] == "You are an agent.\n\nThere are no skills."
     assert user["content"] == "<environment_context></environment_context>\n\nGo on"
     assert (answer["reasoning_content"], answer["content"]) == ("Hm.", "I look.")
@@ -160,11 +162,13 @@ def test_what_codex_sends_is_a_chat() -> None:
     ]
     assert [result["tool_call_id"] for result in results] == ["abcdefghi", "call_2", "call_3"]
     assert results[2]["content"] == "Look: [image: left out, since this model reads text alone]"
-    names = [tool["function"]["name"] for tool in request.tools]
+    names = [tool["function"]["name"] for tool in request.tools_shown]
     assert names == ["exec_command", "apply_patch", "agents__spawn", "agents__close"]
-    assert request.tools[0]["function"] == {name: EXEC[name] for name in EXEC if name != "type"}
-    assert "lark" in json.dumps(request.tools[1])
-    assert [tool["type"] for tool in request.repeated["tools"]] == [
+    assert request.tools_shown[0]["function"] == {
+        name: EXEC[name] for name in EXEC if name != "type"
+    }
+    assert "lark" in json.dumps(request.tools_shown[1])
+    assert [tool["type"] for tool in request.repeated()["tools"]] == [
         "function",
         "custom",
         "namespace",
@@ -176,9 +180,9 @@ def test_what_codex_sends_is_a_chat() -> None:
 
 def test_what_is_kept_is_the_whole_conversation() -> None:
     request = parsed({**FULL, "input": CODEX["input"]})
-    assert request.items == (FIRST, KEPT, *CODEX["input"])
+    assert request.items == [FIRST, KEPT, *CODEX["input"]]
     whole = {"id": "r", "object": "response", "created_at": 0, "model": "m", "output": []}
-    told = Response.model_validate({**whole, **request.repeated})
+    told = Response.model_validate({**whole, **request.repeated()})
     assert told.temperature == 0.5
     assert told.metadata == {"a": "b"}
     assert (told.truncation, told.text and told.text.verbosity) == ("disabled", "low")
@@ -186,23 +190,22 @@ def test_what_is_kept_is_the_whole_conversation() -> None:
 
 def test_options_are_those_of_a_chat() -> None:
     request = parsed(FULL)
-    assert isinstance(request, ApiRequest)
     assert request.max_tokens == 9
     assert (request.sampling.temp, request.sampling.top_p) == (0.5, 0.9)
     assert request.sampling.seed == 5
-    assert request.logprobs == 2
-    assert asked(include=["message.output_text.logprobs"]).logprobs == 0
-    assert asked().logprobs is None
-    assert asked(extra="?", input="x", top_k=3, stop="y").stop == ("y",)
+    assert request.top == 2
+    assert asked(include=["message.output_text.logprobs"]).top == 0
+    assert asked().top is None
+    assert asked(extra="?", input="x", top_k=3, stop="y").stop == ["y"]
     assert asked(input="x", top_k=3).sampling.top_k == 3
 
 
 def test_null_is_absent() -> None:
-    told = asked().repeated
-    assert asked(**dict.fromkeys(FULL.keys() - {"input", "metadata"})).repeated == told
+    told = asked().repeated()
+    assert asked(**dict.fromkeys(FULL.keys() - {"input", "metadata"})).repeated() == told
     nulls = ("background", "conversation", "prompt", "n", "response_format", "mlxspec")
-    assert asked(**dict.fromkeys(nulls)).repeated == told
-    assert asked(background=False, conversation=None).repeated == told
+    assert asked(**dict.fromkeys(nulls)).repeated() == told
+    assert asked(background=False, conversation=None).repeated() == told
 
 
 def test_tools_may_be_named_and_bounded() -> None:
@@ -210,10 +213,10 @@ def test_tools_may_be_named_and_bounded() -> None:
 
     def chosen(choice: Any) -> tuple[str, str | None, int]:
         request = asked(tools=tools, tool_choice=choice)
-        return request.tool_choice, request.forced_tool, len(request.tools)
+        return *request.choice, len(request.tools_shown)
 
     assert chosen("required") == ("required", None, 4)
-    assert chosen("none") == ("auto", None, 0)
+    assert chosen("none") == ("none", None, 0)
     assert chosen({"type": "function", "name": "exec_command"}) == ("function", "exec_command", 4)
     assert chosen({"type": "custom", "name": "apply_patch"}) == ("function", "apply_patch", 4)
     assert chosen({"type": "function", "name": "close"}) == ("function", "agents__close", 4)
@@ -226,11 +229,11 @@ def test_a_conversation_adds_tools() -> None:
     assert [*request.known_tools] == [
         *("exec_command", "agents__spawn", "agents__close", "apply_patch")
     ]
-    assert len(request.tools) == 4
-    assert [message["role"] for message in request.messages] == ["user"]
-    assert [tool["name"] for tool in request.repeated["tools"]] == ["exec_command"]
+    assert len(request.tools_shown) == 4
+    assert [message["role"] for message in request.conversation] == ["user"]
+    assert [tool["name"] for tool in request.repeated()["tools"]] == ["exec_command"]
     broken = {**more, "tools": [{**AGENTS, "tools": [{"type": "mcp", "name": "m"}]}]}
-    assert wrong(input=[broken]) == "tools"
+    assert wrong(input=[broken]) == "input[0].tools[0].tools"
 
 
 def test_names_of_namespaces_do_not_double_their_underscores() -> None:
@@ -241,17 +244,17 @@ def test_names_of_namespaces_do_not_double_their_underscores() -> None:
 def test_an_answer_is_a_message_of_its_own() -> None:
     said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Well"}]
     assert not asked(input=said).continued
-    twice = asked(input=[*said, {"role": "assistant", "content": "So"}]).messages
+    twice = asked(input=[*said, {"role": "assistant", "content": "So"}]).conversation
     assert [message["content"] for message in twice] == ["?", "Well\n\nSo"]
 
 
 def test_reasoning_of_others_is_their_summary() -> None:
     reasoning = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm"}]}
-    (_, answer) = asked(input=[{"role": "user", "content": "?"}, reasoning]).messages
+    (_, answer) = asked(input=[{"role": "user", "content": "?"}, reasoning]).conversation
     assert answer["reasoning_content"] == "Hm"
     hidden = {"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}
     request = asked(input=[{"role": "user", "content": "?"}, hidden])
-    assert [message["role"] for message in request.messages] == ["user"]
+    assert [message["role"] for message in request.conversation] == ["user"]
 
 
 @pytest.mark.parametrize(
@@ -298,11 +301,11 @@ def test_reasoning_of_others_is_their_summary() -> None:
          "tools[0].format.syntax"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [EXEC], "tool_choice": {"type": "function", "name": "g"}}, "tool_choice"),
-        ({"tools": [EXEC], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"tools": [EXEC], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tools": [EXEC], "tool_choice": {}}, "tool_choice.type"),
         ({"tools": [EXEC], "tool_choice": {"type": "function"}}, "tool_choice.name"),
         ({"tools": [EXEC], "tool_choice": {"type": "allowed_tools", "tools": [EXEC]}},
-         "tool_choice.type"),
+         "tool_choice"),
         ({"tools": [EXEC], "tool_choice": "always"}, "tool_choice"),
         ({"tools": [EXEC], "tool_choice": 5}, "tool_choice"),
         ({"best_of": 2}, "best_of"),
@@ -311,7 +314,6 @@ def test_reasoning_of_others_is_their_summary() -> None:
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
-        ({"max_tokens": 5, "max_output_tokens": 6}, "max_tokens"),
         ({"instructions": "a", "system": "b"}, "system"),
         ({"web_search_options": {}}, "web_search_options"),
     ],
@@ -321,15 +323,15 @@ def test_what_cannot_be_done_is_named(fields: dict[str, Any], param: str) -> Non
 
 
 def test_an_empty_text_and_an_empty_id_are_taken() -> None:
-    assert asked(input="").messages[0]["content"] == ""
-    (message,) = asked(input=[{"role": "user", "content": "Hello", "id": ""}]).messages
+    assert asked(input="").conversation[0]["content"] == ""
+    (message,) = asked(input=[{"role": "user", "content": "Hello", "id": ""}]).conversation
     assert message["content"] == "Hello"
 
 
 def test_null_is_an_empty_text_in_an_output() -> None:
     output = [{"type": "input_text", "text": None}]
     called = {"type": "function_call_output", "call_id": "c", "output": output}
-    (message,) = asked(input=[called]).messages
+    (message,) = asked(input=[called]).conversation
     assert message["content"] == ""
 
 

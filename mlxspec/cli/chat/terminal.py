@@ -36,13 +36,13 @@ from rich.theme import Theme
 from ...errors import MlxspecError, PromptError
 from ...terminal import visible, wants_color
 from ..common.notes import note
-from . import NAMES
+from . import COMMANDS, NAMES
 
 
 def message_reader(
     history: bool, models: Callable[[], list[str]], color: bool | None
-) -> Callable[[], str | None]:
-    """Make a function that reads the next message; it returns None at the end of the input.
+) -> Callable[[], str]:
+    """Make a function that reads the next message; at the end of the input it raises EOFError.
 
     At a terminal it raises :class:`KeyboardInterrupt` if Ctrl-C is pressed at an empty prompt.
 
@@ -59,7 +59,7 @@ def message_reader(
 
 def terminal_reader(
     history: bool, models: Callable[[], list[str]], color: bool
-) -> Callable[[], str | None]:
+) -> Callable[[], str]:
     """As :func:`message_reader`, with line editing, where pasted lines are one message."""
     output = create_output()
     if isinstance(output, Vt100_Output):
@@ -79,21 +79,18 @@ def terminal_reader(
         color_depth=None if color else ColorDepth.DEPTH_1_BIT,
         output=output,
     )
-
-    def read() -> str | None:
-        try:
-            return session.prompt().rstrip("\n")
-        except EOFError:
-            return None
-
-    return read
+    return lambda: _unquoted(session.prompt().rstrip("\n"))
 
 
-def read_line() -> str | None:
-    """Read a line as a message; a backslash at its end continues the message on the next line.
+def read_line() -> str:
+    """Read a line as a message.
+
+    Three double quotes begin a message of several lines, which ends with the next three. A
+    backslash at the end of a line continues the message on the next line.
 
     Raises:
         PromptError: it is not UTF-8 text.
+        EOFError: there is none.
     """
     if sys.stdin.isatty():
         click.echo("> ", nl=False, err=True)
@@ -103,10 +100,28 @@ def read_line() -> str | None:
             message += line.decode("utf-8-sig").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise PromptError("standard input is not UTF-8 text: convert it to UTF-8") from error
-        if not message.endswith("\\"):
-            return message
-        message = f"{message[:-1]}\n"
-    return message or None
+        if not (_is_open(message) or message.endswith("\\")):
+            break
+        message = message.removesuffix("\\") + "\n"
+    if not (message or line):
+        raise EOFError
+    return _unquoted(message)
+
+
+_QUOTES = '"""'
+
+
+def _is_open(text: str) -> bool:
+    """Whether a message begins with three double quotes that are not closed yet."""
+    return text.startswith(_QUOTES) and text.count(_QUOTES) == 1
+
+
+def _unquoted(text: str) -> str:
+    """A message without three double quotes around it, or before it at the end of the input."""
+    within = text.removeprefix(_QUOTES).rstrip()
+    if not text.startswith(_QUOTES) or not (_is_open(text) or within.endswith(_QUOTES)):
+        return text
+    return within.removesuffix(_QUOTES).strip("\n")
 
 
 def kept_history() -> History:
@@ -137,19 +152,19 @@ class ChatCompleter(Completer):
                 return models()
             return []
 
-        help_texts = {name: command.help for name, command in NAMES.items()}
+        help_texts = {name: COMMANDS[spelling][0] for name, spelling in NAMES.items()}
         directories = PathCompleter(expanduser=True, only_directories=True)
         self._commands = WordCompleter([*NAMES], meta_dict=help_texts, sentence=True)
         self._arguments = {
-            "file": PathCompleter(expanduser=True),
-            "model": merge_completers([WordCompleter(known, sentence=True), directories]),
+            "FILE": PathCompleter(expanduser=True),
+            "[NAME]": merge_completers([WordCompleter(known, sentence=True), directories]),
         }
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         word, space, rest = document.text_before_cursor.partition(" ")
         if not space:
             return self._commands.get_completions(document, event)
-        takes = NAMES[word].takes if word in NAMES else ""
+        *_, takes = NAMES.get(word, "").split(" ")
         argument = self._arguments.get(takes, DummyCompleter())
         return argument.get_completions(Document(rest.lstrip()), event)
 
@@ -169,6 +184,8 @@ def _bindings() -> KeyBindings:
         buffer = event.current_buffer
         if buffer.document.char_before_cursor == "\\":
             buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        elif _is_open(buffer.text):
             buffer.insert_text("\n")
         else:
             buffer.validate_and_handle()

@@ -17,7 +17,7 @@ import click
 import mlxspec
 
 from ...engine.params import CacheOptions, Constraint, SamplingParams
-from ...errors import MlxspecError, OptionError
+from ...errors import OptionError
 from .model_choice import MODEL, model_or_default
 from .notes import note
 from .options import (
@@ -157,11 +157,12 @@ class DraftingOptions:
     @cached_property
     def fixed(self) -> PromptLookup | Lookahead | None:
         """How to draft from the text alone, with fixed parameters; None with auto."""
+        if self.kind == "auto":
+            return None
+
         from ...drafting.sources import parse_lookup_config
         from ...generation.drafting import Lookahead, PromptLookup
 
-        if self.kind == "auto":
-            return None
         if self.kind == "plain":
             return PromptLookup(n_draft=0)
         given = {name: getattr(self, name) for name in self._for_one_decoder()}
@@ -226,9 +227,9 @@ class Generation:
         """The form of the output; None for any."""
         check_one(**{name: getattr(self, name) for name in FORMS})
         if self.json_schema is not None:
-            return _read_form("--json-schema", self.json_schema, Constraint.json_schema)
+            return Constraint.json_schema(read_text("--json-schema", self.json_schema))
         if self.grammar is not None:
-            return _read_form("--grammar", self.grammar, Constraint.grammar)
+            return Constraint.grammar(read_text("--grammar", self.grammar))
         return None if self.regex is None else Constraint.regex(self.regex)
 
     def load(
@@ -241,7 +242,7 @@ class Generation:
         """Load the model, and measure the cost of its steps if that is needed and unknown.
 
         Args:
-            console: shows the progress of the measurement; None leaves it to :func:`measure`.
+            console: shows the progress of the measurement; None leaves it to the caller.
             memories: hold the earlier answers to draft from.
             leader: splits the model over its ranks; None for one process.
             on_read: as for :func:`.models.model.evaluate`.
@@ -255,12 +256,11 @@ class Generation:
         from ...models.model import load
 
         drafting = self.drafting
-        for name, given in (("adapter-path", self.adapter_path), ("head", drafting.head)):
-            if leader and given is not None:
-                raise OptionError(
-                    f"--{name} is not for a model that is split over several machines: leave it "
-                    "out, or run without mlx.launch"
-                )
+        if leader and (self.adapter_path is not None or drafting.head is not None):
+            raise OptionError(
+                "--adapter-path and --head are not for a model that is split over several "
+                "machines: leave them out, or run without mlx.launch"
+            )
         name = model_or_default(self.model)
         extra: Callable[[], Drafter] | None = None
         draft_model = head = None
@@ -288,9 +288,9 @@ class Generation:
         decoder.keeps_experience = memories.keeps
         if draft_model is not None:
             check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
-        if bar:
+        if bar and decoder.plans:
             with bar:
-                measure(decoder)
+                _ = decoder.costs  # a trained head is attached and measured before
         return decoder
 
     def request(
@@ -326,7 +326,11 @@ class Generation:
 
         options: Any = {**self.options(decoder), **more}
         tokenizer, constraint = decoder.tokenizer, self.constraint
-        trims = templated and begun is None and bool(detokenizer_of(tokenizer).prefix_space)
+        trims = (
+            templated
+            and begun is None
+            and getattr(detokenizer_of(tokenizer), "prefix_space", False)
+        )
         if templated and constraint is not None:
             if begun is None:
                 reasons = ends_in_reasoning([*tokens], tokenizer)
@@ -366,30 +370,6 @@ class Generation:
         if finish_reason == "length" and generated < self.max_tokens:
             length = context_length(model)
             note(f"the model's context of {length:,} tokens is full: the output ends there")
-
-
-def measure(decoder: Decoder) -> None:
-    """Measure the cost of a decoder's steps, if that is needed and unknown.
-
-    A trained head is attached and measured before.
-    """
-    if decoder.plans:
-        _ = decoder.costs
-
-
-def _read_form(option: str, file: str, read: Callable[[str], Constraint]) -> Constraint:
-    """Read a constraint from the file of an option.
-
-    Raises:
-        PromptError: the file cannot be read.
-        OptionError: it does not hold such a constraint.
-    """
-    source = f"{option} {file}"
-    text = read_text(file, source)
-    try:
-        return read(text)
-    except MlxspecError as error:
-        raise OptionError(f"{source}: {error}") from error
 
 
 def without_first_space(applies: bool) -> Callable[[GenerationResponse], GenerationResponse]:

@@ -50,20 +50,13 @@ def reported() -> Iterator[None]:
     When the reader of its output closes the pipe (``| head -1``), the command ends quietly with
     status 0.
     """
-    hush_transformers()
+    # Before transformers is imported: no messages to install PyTorch, or that a text is too long.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if isinstance(sys.stdout, TextIOWrapper):  # for characters that its encoding lacks
         sys.stdout.reconfigure(errors="replace")
     with _errors_in_one_line(), _warnings_as_notes():
         yield
         sys.stdout.flush()
-
-
-def hush_transformers() -> None:
-    """Silence two messages of transformers: to install PyTorch, and that a text is too long.
-
-    This works only before transformers is imported.
-    """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def run_command(command: click.Command, name: str) -> None:
@@ -79,11 +72,10 @@ def run_command(command: click.Command, name: str) -> None:
         except click.exceptions.NoArgsIsHelpError as error:
             click.echo(error.format_message())  # asked for, as with --help
             sys.exit(0)
-        except click.UsageError as error:
-            hint = f" ({error.ctx.command_path} --help)" if error.ctx else ""
-            _fail(error.format_message().rstrip(".") + hint, error.exit_code)
         except click.ClickException as error:
-            _fail(error.format_message(), error.exit_code)
+            context = getattr(error, "ctx", None)
+            hint = f" ({context.command_path} --help)" if context else ""
+            _fail(error.format_message().rstrip(".") + hint, error.exit_code)
         except click.Abort:  # click has already ended the line
             _write("Interrupted.")
             sys.exit(INTERRUPTED)

@@ -28,7 +28,7 @@ from rich.table import Table
 
 from ...errors import OptionError
 from ...files import SHARED, check_writable, replaced
-from ...terminal import one_line, visible, wants_color
+from ...terminal import one_line, wants_color
 from .notes import say
 from .options import option_field
 
@@ -235,11 +235,6 @@ class ReportOptions:
                 file.write(content.encode(errors="replace"))  # file names need not be UTF-8
 
 
-def shown(name: str) -> str:
-    """Make a name from the user's data safe to show in a table."""
-    return visible(" ".join(name.split()))
-
-
 def ratio(value: float | None) -> str:
     """Format the ratio of two speeds."""
     return "–" if value is None else f"{value:.2f}×"
@@ -248,13 +243,6 @@ def ratio(value: float | None) -> str:
 def counted(number: int, thing: str) -> str:
     """Format a number of things: "1 file", "2,000 files"."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
-
-
-def size_in_words(nbytes: int) -> str:
-    """Format a size in decimal units: "640 bytes", "3.2 kB", "1,024.0 MB"."""
-    if nbytes < 1000:
-        return counted(nbytes, "byte")
-    return f"{nbytes / 1e3:.1f} kB" if nbytes < 1e6 else f"{nbytes / 1e6:,.1f} MB"
 
 
 def result_report(result: GenerationResult, model: str) -> dict[str, Any]:
@@ -332,12 +320,12 @@ class Figures:
             below: what follows the rows.
         """
         run, stats = self.prompt_tokens - self.reused_tokens, self.stats
-        generated = f"{self.generated_tokens:,}", rate(self.generated_tokens, self.seconds)
+        speed = rate(self.generated_tokens, self.seconds)
         rows = [
             *first,
             ("prompt tokens", f"{self.prompt_tokens:,}", rate(run, self.prefill_seconds)),
             *([("reused", f"{self.reused_tokens:,}")] if self.reused_tokens else []),
-            ("generated tokens", *generated),
+            ("generated tokens", f"{self.generated_tokens:,}", speed),
         ]
         if stats:
             share = f"{stats.acceptance_rate:.0%}" if stats.drafted else "–"
@@ -349,12 +337,11 @@ class Figures:
             ]
         if self.cost and self.plain_cost:
             rows.append(("against plain", ratio(self.plain_cost / self.cost), "estimated"))
-        n_columns = 3 if any(any(row[2:]) for row in rows) else 2  # an empty column wraps names
         grid = Table.grid(padding=(0, 2))
         grid.add_column()
         grid.add_column(justify="right")
         for row in rows:
-            grid.add_row(*row[:n_columns])
+            grid.add_row(*row)
         return Panel(Group(grid, *below), expand=False, border_style="dim", subtitle=subtitle)
 
 

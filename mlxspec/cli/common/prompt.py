@@ -100,10 +100,7 @@ class PromptOptions:
     def __post_init__(self) -> None:
         given = self.for_template()
         if given and (self.prompt_ids is not None or self.chat is False):
-            raise OptionError(
-                f"{given[0]} is for a text in the chat template: leave it out with --prompt-ids "
-                "and --raw"
-            )
+            raise OptionError(f"{given[0]} {_NEEDS_TEMPLATE}")
 
     def for_template(self) -> list[str]:
         """The given options that apply only to a text in a chat template."""
@@ -147,11 +144,11 @@ class PromptOptions:
         instruction = self.prompt if self.argument is None else self.argument
         parts: list[str] = []
         if self.prompt_file is not None:
-            parts.append(read_text(self.prompt_file, f"--prompt-file {self.prompt_file}"))
+            parts.append(read_text("--prompt-file", self.prompt_file))
         elif piped and instruction != "-" and (text := _piped_text(waits=instruction is None)):
             parts.append(text)
         if instruction == "-":
-            parts.append(read_text("-", "standard input"))
+            parts.append(read_text(given[0], instruction))
         elif instruction is not None:
             # Python has made lone surrogates of bytes that are not UTF-8.
             parts.append(_decode(instruction.encode(errors="surrogateescape"), given[0]))
@@ -168,18 +165,14 @@ class PromptOptions:
         Raises:
             OptionError: a template is required, and the model has none, or the prompt is token ids.
         """
-        is_text, given = isinstance(prompt, str), self.for_template()
-        if not is_text and isinstance(prompt[0], dict):
-            is_text, given = True, ['"messages"', *given]
-            if self.chat is False:
-                raise OptionError('"messages" need the chat template: leave out --raw')
-        if given and not is_text:
-            raise OptionError(f"token ids are in no chat template: leave out {given[0]}")
-        if given and not tokenizer.has_chat_template:
-            raise OptionError(
-                f"{given[0]}: this model's tokenizer has no chat template, leave it out"
-            )
-        return is_text and (tokenizer.has_chat_template if self.chat is None else self.chat)
+        is_ids = not isinstance(prompt, str) and isinstance(prompt[0], int)
+        uses = tokenizer.has_chat_template and self.chat is not False and not is_ids
+        needing = self.for_template()
+        if not (is_ids or isinstance(prompt, str)):
+            needing.append('"messages"')
+        if needing and not uses:
+            raise OptionError(f"{needing[0]} {_NEEDS_TEMPLATE}")
+        return uses
 
     def turns(self, messages: Messages, ended: bool = True) -> tuple[Messages, dict[str, Any]]:
         """Complete a conversation for the chat template.
@@ -230,22 +223,19 @@ class PromptOptions:
             raise OptionError(f"{error}: use --raw, or no options of the chat template") from error
 
 
+_NEEDS_TEMPLATE = "needs a chat template, which --raw, token ids and some models lack: leave it out"
 _UNENDED = {"add_generation_prompt": False, "continue_final_message": True}
 
 
-def read_text(name: str, source: str) -> str:
-    """Read a file of UTF-8 text, or standard input as -; ``source`` names it in errors.
+def read_text(option: str, file: str) -> str:
+    """Read the UTF-8 text in an option's file, or from standard input as -.
 
     Raises:
-        PromptError: it cannot be read, is empty, or not text.
+        PromptError: it is empty, or not text.
+        OSError: it cannot be read.
     """
-    try:
-        with click.open_file(name, "rb") as file:
-            return _text(file.read(), source)
-    except OSError as error:
-        raise PromptError(
-            f"{source} cannot be read ({error.strerror}): name a readable text file"
-        ) from error
+    with click.open_file(file, "rb") as opened:
+        return _text(opened.read(), f"{option} {file}")
 
 
 def _piped_text(waits: bool) -> str | None:

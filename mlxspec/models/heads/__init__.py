@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...errors import LoadError, printable
+from ...errors import LoadError
 
 Config = dict[str, Any]
 
@@ -26,23 +26,44 @@ NO_MODEL = (
 """What is wrong with a head's folder as a model."""
 
 
+def text_of(config: Config) -> Config:
+    """The part of a configuration that describes text."""
+    return config.get("text_config") or config
+
+
+def settings_of(config: Config) -> Config:
+    """A head's settings on one level; checkpoints nest some of them."""
+    settings: Config = {}
+    for name in ("text_config", "transformer_layer_config", "dflash_config"):
+        if isinstance(nested := config.get(name), dict):
+            settings |= nested
+    return settings | config
+
+
+def sizes_needed(config: Config) -> dict[str, int]:
+    """The sizes that a head's target must have, as far as its ``config.json`` names them."""
+    settings = settings_of(config)
+    sizes = {
+        "hidden_size": settings.get("backbone_hidden_size") or settings.get("hidden_size"),
+        "vocab_size": settings.get("vocab_size"),
+        "num_hidden_layers": settings.get("num_target_layers"),
+    }
+    return {name: size for name, size in sizes.items() if isinstance(size, int)}
+
+
 def named_kind(config: Config) -> str | None:
     """The kind of head that a ``config.json`` names, known or not; None if it is no head's."""
-    model_type = str(config.get("speculators_model_type") or config.get("model_type"))
-    architectures, blocks = config.get("architectures"), config.get("dflash_config")
-    blocks = blocks if isinstance(blocks, dict) else {}
-    named = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
-    if blocks or "DFlash" in named or "DSpark" in named:
-        if "DFlash2" in named or "Gemma4DSpark" in named:
-            return named
-        has_markov_head = config.get("markov_rank") or blocks.get("markov_rank")
-        usual = "dspark" if has_markov_head or "DSpark" in named else "dflash"
-        return str(blocks.get("projector_type") or usual)
+    settings, named = settings_of(config), str(config.get("architectures"))
+    kind = str(config.get("speculators_model_type") or config.get("model_type"))
+    if "DFlash2" in named or "Gemma4DSpark" in named:
+        return named
+    if config.get("dflash_config") or "DFlash" in named or "DSpark" in named:
+        is_dspark = "DSpark" in named or settings.get("markov_rank")
+        return str(settings.get("projector_type") or ("dspark" if is_dspark else "dflash"))
     if "eagle3" in named.lower() or "draft_vocab_size" in config:
         return "eagle3"
-    if model_type in ("eagle3", "dflash", "dspark") or "speculators_model_type" in config:
-        return model_type
-    return model_type if model_type.endswith(("_mtp", "_assistant")) else None
+    is_head = "speculators_model_type" in config or kind in ("eagle3", "dflash", "dspark")
+    return kind if is_head or kind.endswith(("_mtp", "_assistant")) else None
 
 
 class Head(nn.Module):
@@ -57,8 +78,12 @@ class Head(nn.Module):
             Empty if it reads the states after the final norm.
         most: the most tokens that it drafts at once.
         width: of its features.
+        vocabulary: how many tokens its target has.
         asked: whether the user has named it; otherwise it comes with its target, and is left out
             if it cannot draft.
+
+    Raises:
+        LoadError: it was made for a target of other sizes.
     """
 
     title: str
@@ -71,6 +96,8 @@ class Head(nn.Module):
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__()
         self.reads = ()
+        self.vocabulary: int = settings_of(config)["vocab_size"]
+        check_target(sizes_needed(config), text_of(target_config))
 
     def bind(
         self, embed: Callable[[mx.array], mx.array], output: Callable[[mx.array], mx.array]
@@ -80,9 +107,22 @@ class Head(nn.Module):
         Args:
             embed: the target's embedding, from token ids to what enters its first layer.
             output: the target's output layer, from states after the final norm to logits.
+
+        Raises:
+            LoadError: it names tokens that are outside the target's vocabulary.
         """
+        ids = self.named_tokens()  # with others MLX would read or write outside an array
+        if mx.any((ids < 0) | (ids >= self.vocabulary)).item():
+            raise LoadError(
+                f"the head names tokens outside the vocabulary of {self.vocabulary}; download it "
+                "again"
+            )
         # A dictionary, since a module would count modules among its own parameters.
         self._target = {"embed": embed, "output": output}
+
+    def named_tokens(self) -> mx.array:
+        """The target's tokens that the head's own files name."""
+        return mx.array([], mx.int32)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """The target's embeddings of tokens."""
@@ -128,39 +168,11 @@ class Head(nn.Module):
         raise NotImplementedError
 
 
-def text_of(config: Config) -> Config:
-    """The part of a configuration that describes text."""
-    return config.get("text_config") or config
-
-
 def check_target(needed: Config, target: Config) -> None:
-    """Raise LoadError unless a target has the sizes that its head needs; None is any size."""
+    """Raise LoadError unless a target has the sizes that its head needs, as far as both say."""
     for name, size in needed.items():
-        if size not in (None, target.get(name)):
+        if size != target.get(name, size):
             raise LoadError(
-                f"the head was made for a model whose {name} is {printable(size)}, but this "
-                f"model's is {target.get(name)}; use a head that was made for this model"
+                f"the head was made for a model whose {name} is {size}, but this model's is "
+                f"{target[name]}; use a head that was made for this model"
             )
-
-
-def checked_layers(layers: Sequence[int], target: Config) -> tuple[int, ...]:
-    """The layers that a head reads.
-
-    Raises:
-        LoadError: the target does not have them.
-    """
-    count = target["num_hidden_layers"]
-    if not all(0 <= layer < count for layer in layers):
-        raise LoadError(
-            f"the head reads the outputs of layers {', '.join(map(str, layers))}, but the model "
-            f"has {count} layers; use a head that was made for this model"
-        )
-    return tuple(layers)
-
-
-def check_ids(name: str, ids: mx.array, vocabulary: int) -> None:
-    """Refuse ids outside the vocabulary: MLX would read or write outside an array."""
-    if mx.any((ids < 0) | (ids >= vocabulary)).item():
-        raise LoadError(
-            f"the head's {name} is outside the vocabulary of {vocabulary}; download the head again"
-        )

@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import ModelArgs, TransformerBlock
 
-from . import Config, Head, check_ids, check_target, checked_layers, text_of
+from . import Config, Head, settings_of
 
 
 class DFlash(Head):
@@ -36,13 +36,10 @@ class DFlash(Head):
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
-        target, settings = text_of(target_config), _settings(config)
-        sizes = {name: settings.get(name) for name in ("hidden_size", "vocab_size")}
-        check_target({**sizes, "num_hidden_layers": settings.get("num_target_layers")}, target)
+        settings = settings_of(config)
         self.width = settings["hidden_size"]
         self.most = settings["block_size"] - self._first
         self._mask_token = settings["mask_token_id"]
-        check_ids("mask_token_id", mx.array(self._mask_token), target["vocab_size"])
         count = settings["num_hidden_layers"]
         kinds = settings.get("layer_types") or [""] * count
         self._is_sliding = [kind == "sliding_attention" for kind in kinds]
@@ -61,7 +58,7 @@ class DFlash(Head):
             }
         )
         self.layers = [TransformerBlock(args) for _ in range(count)]
-        self.reads = checked_layers(settings["target_layer_ids"], target)
+        self.reads = tuple(settings["target_layer_ids"])
         self.fc = nn.Linear(len(self.reads) * self.width, self.width, bias=False)
         self.hidden_norm = nn.RMSNorm(self.width, args.rms_norm_eps)
         self.norm = nn.RMSNorm(self.width, args.rms_norm_eps)
@@ -76,6 +73,9 @@ class DFlash(Head):
         unused = ("embed_tokens.", "lm_head.", "confidence_head.")
         names = {name.removeprefix("model."): name for name in weights}
         return {new: weights[old] for new, old in names.items() if not new.startswith(unused)}
+
+    def named_tokens(self) -> mx.array:
+        return mx.array([self._mask_token])
 
     def features(self, states: Sequence[mx.array]) -> mx.array:
         return self.hidden_norm(self.fc(mx.concatenate(list(states), axis=-1)))
@@ -181,13 +181,12 @@ class DSpark(DFlash):
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
-        settings = _settings(config)
+        settings = settings_of(config)
         self.most -= bool(settings.get("dspark_bonus_anchor"))  # block_size counts the last token
         if rank := settings.get("markov_rank"):
-            vocabulary = settings["vocab_size"]
             self.markov_head = {
-                "markov_w1": nn.Embedding(vocabulary, rank),
-                "markov_w2": nn.Linear(rank, vocabulary, bias=False),
+                "markov_w1": nn.Embedding(self.vocabulary, rank),
+                "markov_w2": nn.Linear(rank, self.vocabulary, bias=False),
             }
 
     def after(self, logits: mx.array, previous: mx.array) -> mx.array:
@@ -240,8 +239,3 @@ def _keys_and_values(attention: Any, x: mx.array) -> tuple[mx.array, mx.array]:
 
 def _of_heads(norm: Any, x: mx.array, heads: int) -> mx.array:
     return norm(x.reshape(*x.shape[:2], heads, -1)).transpose(0, 2, 1, 3)
-
-
-def _settings(config: Config) -> Config:
-    """A head's settings, whether flat (DeepSpec) or partly under ``dflash_config`` (z-lab)."""
-    return {**config, **(config.get("dflash_config") or {})}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4_text, llama, qwen3_5, qwen3_next
 from mlx_lm.models.base import create_attention_mask
 
-from . import Config, Head, check_ids, check_target, checked_layers, text_of
+from . import Config, Head, check_target, settings_of, text_of
 
 Weights = dict[str, mx.array]
 
@@ -38,40 +38,33 @@ class Eagle3(Head):
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
-        layer = config.get("transformer_layer_config") or config  # that of speculators is nested
-        target = text_of(target_config)
-        check_target({name: layer[name] for name in ("hidden_size", "vocab_size")}, target)
+        settings = settings_of(config)
         args = llama.ModelArgs.from_dict(
             {
                 "rms_norm_eps": 1e-6,
-                **layer,
+                **settings,
                 "model_type": "llama",
                 "num_hidden_layers": 1,
-                **_rope(layer),
+                **_rope(settings),
             }
         )
         self.width = args.hidden_size
-        self.reads = checked_layers(_layers_read(config, target["num_hidden_layers"]), target)
+        self.reads = _layers_read(config, text_of(target_config)["num_hidden_layers"])
         inputs = len(self.reads) * self.width
         if config.get("norm_before_fc"):
             self.input_norm = nn.RMSNorm(inputs, eps=args.rms_norm_eps)
         self.fc = nn.Linear(inputs, self.width, bias=False)
         self.midlayer = _Eagle3Layer(args, bool(config.get("norm_before_residual")))
         self.norm = nn.RMSNorm(self.width, eps=args.rms_norm_eps)
-        self._vocabulary = args.vocab_size
-        own = config.get("draft_vocab_size") or args.vocab_size
-        if own != args.vocab_size or not config.get("tie_word_embeddings"):
+        own = config.get("draft_vocab_size") or self.vocabulary
+        if own != self.vocabulary or not config.get("tie_word_embeddings"):
             self.lm_head = nn.Linear(self.width, own, bias=False)
-        if own != args.vocab_size:
+        if own != self.vocabulary:
             self.d2t = mx.zeros(own, dtype=mx.int32)
             self.freeze(keys="d2t", recurse=False)
 
-    def bind(
-        self, embed: Callable[[mx.array], mx.array], output: Callable[[mx.array], mx.array]
-    ) -> None:
-        super().bind(embed, output)
-        if "d2t" in self:
-            check_ids("d2t", self._ids(), self._vocabulary)
+    def named_tokens(self) -> mx.array:
+        return mx.arange(len(self.d2t)) + self.d2t if "d2t" in self else super().named_tokens()
 
     def features(self, states: Sequence[mx.array]) -> mx.array:
         x = mx.concatenate(list(states), axis=-1)
@@ -90,13 +83,9 @@ class Eagle3(Head):
         logits = self.lm_head(hidden)
         if "d2t" not in self:
             return logits
-        scattered = mx.full((*logits.shape[:-1], self._vocabulary), -mx.inf, logits.dtype)
-        scattered[..., self._ids()] = logits
+        scattered = mx.full((*logits.shape[:-1], self.vocabulary), -mx.inf, logits.dtype)
+        scattered[..., self.named_tokens()] = logits
         return scattered
-
-    def _ids(self) -> mx.array:
-        """The target's id of each token of the head's vocabulary."""
-        return mx.arange(len(self.d2t)) + self.d2t
 
     @staticmethod
     def sanitize(weights: Weights) -> Weights:
@@ -168,15 +157,12 @@ class QwenMTP(Head):
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
-        text = text_of(config)
-        sizes = {name: text[name] for name in ("hidden_size", "vocab_size")}
-        check_target(sizes, text_of(target_config))
         # Qwen 3 Next has no rope_parameters, mlx-lm's class has them by default. It also changes
         # those that it is given.
         args = qwen3_5.TextModelArgs.from_dict(
             {
                 "rope_parameters": None,
-                **copy.deepcopy(text),
+                **copy.deepcopy(settings_of(config)),
                 "num_hidden_layers": 1,
                 "full_attention_interval": 1,
             }
@@ -257,7 +243,7 @@ class Gemma4Assistant(Head):
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
-        text, target = text_of(config), text_of(target_config)
+        text = text_of(config)
         args = gemma4_text.ModelArgs.from_dict(
             {
                 **text,
@@ -265,11 +251,8 @@ class Gemma4Assistant(Head):
                 "hidden_size_per_layer_input": 0,
             }
         )
-        sizes = {
-            name: getattr(args, name) for name in ("vocab_size", "head_dim", "global_head_dim")
-        }
-        sizes["hidden_size"] = config["backbone_hidden_size"]
-        check_target(sizes, vars(gemma4_text.ModelArgs.from_dict(target)))
+        sizes = {name: getattr(args, name) for name in ("head_dim", "global_head_dim")}
+        check_target(sizes, vars(gemma4_text.ModelArgs.from_dict(text_of(target_config))))
         self.width = config["backbone_hidden_size"]
         self.pre_projection = nn.Linear(2 * self.width, args.hidden_size, bias=False)
         self.post_projection = nn.Linear(args.hidden_size, self.width, bias=False)
@@ -281,13 +264,10 @@ class Gemma4Assistant(Head):
         if config.get("use_ordered_embeddings"):
             self.masked_embedding = _MaskedEmbedding(args, config)
 
-    def bind(
-        self, embed: Callable[[mx.array], mx.array], output: Callable[[mx.array], mx.array]
-    ) -> None:
-        super().bind(embed, output)
-        if "masked_embedding" in self:
-            ids = self.masked_embedding.token_ordering
-            check_ids("token_ordering", ids, len(ids))
+    def named_tokens(self) -> mx.array:
+        if "masked_embedding" not in self:
+            return super().named_tokens()
+        return self.masked_embedding.token_ordering
 
     def make_cache(self) -> list[Any]:
         return []

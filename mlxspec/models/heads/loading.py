@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...errors import LoadError, OptionError, printable
+from ...errors import LoadError, printable
 from ..model import OnRead, evaluate, find_adapters, load, reason, widen
 from ..model_files import (
     BESIDE,
     WEIGHTS,
+    check_weights,
     check_weights_file,
     find_directory,
-    instead_of_files,
     local_path,
     read_config,
     read_weight_map,
 )
-from . import Config, Head, named_kind, text_of
+from . import Config, Head, named_kind, settings_of, sizes_needed, text_of
 from .blocks import DFlash, DSpark
 from .chains import Eagle3, Gemma4Assistant, QwenMTP
 
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 _log = logging.getLogger(__name__)
-
-_DEEPEST = 1000  # layers of a target that is not known
 
 _KINDS: dict[str, type[Head]] = {
     "gemma4_assistant": Gemma4Assistant,
@@ -78,25 +75,14 @@ class HeadFiles:
     config: Config = field(repr=False)
     files: tuple[Path, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """The size of its tensors."""
-        return sum(one.nbytes for path in self.files for one in _tensors(path).values())
-
-    @property
-    def needs(self) -> dict[str, int]:
-        """What its target must have: ``hidden_size``, ``vocab_size`` and ``num_hidden_layers``.
-
-        Those that ``config.json`` leaves open are missing.
-        """
-        config = {**self.config, **(self.config.get("dflash_config") or {})}
-        text = config.get("transformer_layer_config") or text_of(config)
-        found = {
-            "hidden_size": config.get("backbone_hidden_size") or text.get("hidden_size"),
-            "vocab_size": text.get("vocab_size"),
-            "num_hidden_layers": config.get("num_target_layers"),
-        }
-        return {name: size for name, size in found.items() if type(size) is int}
+    def tensors(self) -> dict[str, mx.array]:
+        """Its unevaluated tensors, under the names in its files."""
+        tensors: dict[str, mx.array] = {}
+        for path in self.files:
+            loaded = check_weights_file(path)
+            # All of them in a file without a model's.
+            tensors |= {name: loaded[name] for name in loaded if _OWN.match(name)} or loaded
+        return tensors
 
 
 def find_head(directory: Path) -> HeadFiles:
@@ -115,11 +101,8 @@ def find_head(directory: Path) -> HeadFiles:
         )
     if name not in _KINDS:
         raise LoadError(f"{directory}: a head of the unknown kind {printable(name)}; {_SUPPORTED}")
-    files = tuple(sorted(directory.glob(WEIGHTS)))
-    if not files:
-        remedy = instead_of_files([path.name for path in directory.glob("*")])
-        raise LoadError(f"{directory}: no {WEIGHTS}; {remedy or 'fetch the whole head'}")
-    return HeadFiles(directory, _KINDS[name], config, files)
+    check_weights(directory)
+    return HeadFiles(directory, _KINDS[name], config, tuple(sorted(directory.glob(WEIGHTS))))
 
 
 def own_head(directory: Path) -> HeadFiles | None:
@@ -132,12 +115,13 @@ def own_head(directory: Path) -> HeadFiles | None:
         directory: the model's folder.
 
     Raises:
-        LoadError: a file is missing or damaged.
+        LoadError: a file is damaged.
     """
     config = read_config(directory)
     if _belongs(QwenMTP, config):
-        files = _files_with_head(directory) or [directory / "mtp.safetensors"]
-        if files[0].is_file():
+        paths = sorted(directory.glob(WEIGHTS))
+        files = [path for path in paths if any(map(_OWN.match, check_weights_file(path)))]
+        if files := files or [*directory.glob("mtp.safetensors")]:
             own = {"model_type": "qwen3_5_mtp", "text_config": text_of(config)}
             return HeadFiles(directory, QwenMTP, own, tuple(files))
     for name in _FOLDERS:
@@ -159,9 +143,8 @@ def head_directory(path_or_repo: str | Path, revision: str | None = None) -> Pat
     directory = find_directory(path_or_repo, revision, weights=())
     if local_path(path_or_repo).is_dir():
         return directory
-    names = read_weight_map(directory)
-    wanted: Collection[str] = (WEIGHTS,)
-    if names and named_kind(read_config(directory)) is None:
+    wanted = {WEIGHTS}
+    if named_kind(read_config(directory)) is None and (names := read_weight_map(directory)):
         wanted = {file for name, file in names.items() if _OWN.match(name)}
     return find_directory(path_or_repo, revision, weights=(*wanted, *BESIDE))
 
@@ -201,31 +184,24 @@ def head_for(
 
     Args:
         model: the loaded model.
-        head: a loaded head, or one as for :func:`head_directory`; None or True takes the one that
-            comes with the model, if there is one; False takes none.
+        head: a loaded head, or one as for :func:`head_directory`; False takes none; otherwise
+            it is the one that comes with the model, if there is one.
         directory: the model's, where its own head may be.
 
     Raises:
         LoadError: the head that is named cannot be used. One that comes with the model is left out,
             with a warning.
-        OptionError: ``head`` is True, and the model's directory is not known.
     """
     if isinstance(head, Head):
         return head
-    config = dict(getattr(getattr(model, "args", None), "__dict__", {}))
     if isinstance(head, str | Path):
-        return load_head(find_head(head_directory(head)), config)
-    if head is True and directory is None:
-        raise OptionError(
-            "head is True, but the model is given loaded: name the head's directory or repository, "
-            "or give the model by its name"
-        )
+        return load_head(find_head(head_directory(head)), vars(model.args))
     if head is False or directory is None:
         return None
     try:
         if (found := own_head(directory)) is None:
             return None
-        own = load_head(found, config)
+        own = load_head(found, vars(model.args))
     except LoadError as error:
         _log.warning(LEFT_OUT, error)
         return None
@@ -251,45 +227,38 @@ def load_head(found: HeadFiles, target_config: Config) -> Head:
             f"{found.directory}: {found.kind.title}, a head for targets of another architecture "
             f"than this one's, {has}; name a head that was trained for this target"
         )
-    head, _ = load_lazily(found, target_config)
+    head = load_lazily(found, target_config)
     widen(head)
     evaluate(head, found.directory)
     return head
 
 
-def load_lazily(
-    found: HeadFiles, target_config: Config | None = None
-) -> tuple[Head, dict[str, mx.array]]:
+def load_lazily(found: HeadFiles, target_config: Config | None = None) -> Head:
     """Load a head without evaluating its weights.
 
     Args:
         found: its files.
         target_config: its target's settings; None for a target that has what the head needs.
 
-    Returns:
-        the head, and its tensors as they stand in the files.
-
     Raises:
         LoadError: a file is damaged, or the weights do not fit the settings.
     """
     from mlx_lm.utils import infer_quant_config
 
+    config, weights = found.config, found.tensors()
     if target_config is None:
-        sizes = {"num_hidden_layers": _DEEPEST, **found.needs}
-        target_config = {**text_of(found.config), **sizes}
-    tensors: dict[str, mx.array] = {}
-    for path in found.files:
-        tensors |= _tensors(path)
+        target_config = text_of(settings_of(config)) | sizes_needed(config)
+
+    def quantised(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        # What the files hold decides, since paths in config.json may be the target's.
+        if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
+            return False
+        return infer_quant_config(path, module, weights)
+
     try:
-        weights = tensors if found.config.get(CONVERTED) else found.kind.sanitize(tensors)
-        head = found.kind(found.config, target_config)
-
-        def quantised(path: str, module: nn.Module) -> bool | dict[str, Any]:
-            # What the files hold decides, since paths in config.json may be the target's.
-            if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
-                return False
-            return infer_quant_config(path, module, weights)
-
+        if not config.get(CONVERTED):
+            weights = found.kind.sanitize(weights)
+        head = found.kind(config, target_config)
         nn.quantize(head, class_predicate=quantised)
         head.eval()
         head.load_weights(list(weights.items()))
@@ -297,24 +266,7 @@ def load_lazily(
         raise LoadError(f"{found.directory}: {error}") from error
     except Exception as error:  # whatever a wrong configuration or file makes MLX raise
         raise LoadError(f"{found.directory}: {reason(error)}") from error
-    return head, tensors
-
-
-def _tensors(path: Path) -> dict[str, mx.array]:
-    """A head's unevaluated tensors: those with ``mtp.`` in their names, or all of a head's file."""
-    loaded = check_weights_file(path)
-    return {name: loaded[name] for name in loaded if _OWN.match(name)} or loaded
-
-
-def _files_with_head(directory: Path) -> list[Path]:
-    """The files of a model that have a head's tensors."""
-    names = read_weight_map(directory)
-    listed = {directory / file for name, file in names.items() if _OWN.match(name)}
-    if missing := sorted(path for path in listed if not path.is_file()):
-        raise LoadError(f"{missing[0]}: is missing; fetch it again")
-    # An index may list what a conversion has dropped.
-    paths = sorted(listed) if names else sorted(directory.glob(WEIGHTS))
-    return [path for path in paths if any(map(_OWN.match, check_weights_file(path)))]
+    return head
 
 
 def _belongs(kind: type[Head], target_config: Config) -> bool:
