@@ -26,7 +26,8 @@ from .common.output import confirm, counted, print_rows, write_json
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..corpus import KeptAnswers, Memory
+    from ..corpus.answers import KeptAnswers
+    from ..corpus.memory import Memory
 
 
 _model_option = option(
@@ -55,7 +56,7 @@ class Memories(ExitStack):
     """
 
     def __init__(self, keeps: bool = True) -> None:
-        from ..corpus import SWITCH, Settings, settings_in_force
+        from ..corpus.answers import SWITCH, Settings, settings_in_force
 
         super().__init__()
         self.keeps = keeps
@@ -70,7 +71,8 @@ class Memories(ExitStack):
             tokenizer: a model's tokenizer.
             model: what the user calls the model.
         """
-        from ..corpus import KeptAnswers, Memory, identify, memory_directory
+        from ..corpus.answers import KeptAnswers, identify, memory_directory
+        from ..corpus.memory import Memory
 
         if not self._settings.keeps_some:  # identifying a tokenizer takes a tenth of a second
             return None
@@ -92,7 +94,7 @@ class Memories(ExitStack):
 
         Creates the memory's directory, which records that the suggestion was shown.
         """
-        from ..corpus import memory_directory
+        from ..corpus.answers import memory_directory
 
         if self._undecided and sys.stderr.isatty():
             with suppress(OSError):
@@ -157,7 +159,7 @@ def off_command(model: str | None) -> None:
 
 def _switch(model: str | None, keeps: bool, max_tokens: int | None = None) -> None:
     """Turn the memory on or off, for one tokenizer or all, and print what that means."""
-    from .. import corpus
+    from ..corpus import answers as corpus
 
     tokenizer, settings = _tokenizer_of(model), corpus.load_settings()
     settings = replace(settings, max_tokens=max_tokens or settings.max_tokens)
@@ -188,7 +190,7 @@ def show_command(model: str | None, as_json: bool) -> None:
     Of each tokenizer it shows the share of the answers' tokens that were accepted drafts from each
     source: the context, kept answers, a store, and so on. --json has these figures by day.
     """
-    from ..corpus import memory_directory, settings_in_force
+    from ..corpus.answers import memory_directory, settings_in_force
     from ..drafting.kept import experience_directory, kept_experience
 
     settings, kept, taught = settings_in_force(), _kept(_tokenizer_of(model)), kept_experience()
@@ -305,7 +307,7 @@ def _kept(tokenizer: Any) -> list[KeptAnswers]:
     Raises:
         FileError: the database cannot be read.
     """
-    from ..corpus import identify, kept_answers, memory_directory
+    from ..corpus.answers import identify, kept_answers, memory_directory
 
     wanted = identify(tokenizer).fingerprint if tokenizer else None
     found = kept_answers(memory_directory())
@@ -335,7 +337,7 @@ def _decoder(kept: KeptAnswers, tokenizer: Any) -> Callable[[np.ndarray], str]:
     Raises:
         LoadError: it cannot be loaded.
     """
-    from ..corpus import identify
+    from ..corpus.answers import identify
 
     try:
         tokenizer = tokenizer or _tokenizer_of(kept.model or kept.identity.name)
@@ -375,7 +377,7 @@ def _at(seconds: float) -> str:
 
 def _earned(days: dict[str, dict[str, int]]) -> str:
     """Tokens per step, and the shares of tokens that were accepted drafts, by source."""
-    from ..corpus import SOURCES
+    from ..corpus.answers import SOURCES
 
     total = Counter[str]()
     for figures in days.values():

@@ -70,8 +70,7 @@ def build_command(paths: tuple[str, ...], model: str, output: str, force: bool) 
             store = build_store(output, sequences, tokenizer, force=force)
     finally:  # even after an error: skipped texts may be its cause
         for number, thing, reason in (
-            (counts["binary"], "file", "not UTF-8 text"),
-            (counts["unreadable"], "file", "cannot be read"),
+            (counts["skipped"], "file", "cannot be read as UTF-8 text"),
             (counts["bad_lines"], "chat log line", "not a chat record"),
         ):
             if number:
@@ -87,9 +86,9 @@ def build_command(paths: tuple[str, ...], model: str, output: str, force: bool) 
 @argument("file", "The store.", type=NAME)
 def info_command(file: str) -> None:
     """Verify the store in FILE and show what it holds."""
-    from ..corpus.store import open_store
+    from ..corpus.store import Store
 
-    store = open_store(file).verify()
+    store = Store(file).verify()
     size = decimal(store.nbytes)
     print_rows(("tokenizer", store.identity), ("holds", _in_texts(store)), ("size", size))
 
