@@ -178,7 +178,7 @@ def connect_command(
         _show(console, setup)
     elif setup["files"]:
         _write(console, setup, title, yes)
-        _show_start(console, setup)
+        _show(console, {**setup, "files": [], "fields": {}})
     else:
         raise OptionError(
             f"{title} has no settings file to write: 'mlxspec connect {client}' shows what to enter"
@@ -243,10 +243,6 @@ def _show(console: Console, setup: Setup) -> None:
     if fields := setup["fields"]:
         print_rows(*fields.items())
         _print(console, "")
-    _show_start(console, setup)
-
-
-def _show_start(console: Console, setup: Setup) -> None:
     for line in setup["commands"]:
         _print(console, line, "bold")
     for line in setup["notes"]:
