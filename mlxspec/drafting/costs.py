@@ -315,10 +315,12 @@ class LiveTimes:
         expected = math.log(self._time(own, context)) + float(parts @ self._shared) + own.value
         error = math.log(seconds) - expected
         covariance = self._covariance + change
-        doubt = self._doubt if rows > self._beyond else 0.0
+        doubtful = rows > self._beyond and self._doubt > 0
+        if doubtful:  # this step settles it for all
+            own.variance, self._doubt = own.variance + self._doubt, 0.0
         # Rounding may leave a little less than nothing of what is known well.
-        alone = own.variance + doubt + self._noise
-        variance = max(float(parts @ covariance @ parts), 0.0) + alone
+        shared_variance = max(float(parts @ covariance @ parts), 0.0)
+        variance = shared_variance + own.variance + self._noise
         if own.latest is not None:
             self._learn_noise(error - own.latest)
         own.latest = error
@@ -341,16 +343,10 @@ class LiveTimes:
         self._shared = self._shared + gain * shared
         self._covariance = covariance - shared[:, None] * (shared / variance)
         own.value += own.variance * gain
-        settled = (own.variance + doubt) / variance  # by this step, of both together
-        own.variance -= own.variance * settled
+        own.variance -= own.variance**2 / variance
         own.assumed = False
-        if doubt:
-            for other_rows, other in self._rows.items():
-                if other_rows > self._beyond:
-                    other.value += doubt * gain
-            self._doubt -= doubt * settled
         changes = (abs(self._correction(one) - one.in_curve) for one in self._rows.values())
-        if doubt > 0 or any(change > _NOTICEABLE for change in changes):
+        if doubtful or any(change > _NOTICEABLE for change in changes):
             self._forget_curves()
 
     def ran(self, rows: int) -> None:
