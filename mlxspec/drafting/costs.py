@@ -11,7 +11,7 @@ import math
 import threading
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Annotated, Self
 
@@ -173,10 +173,6 @@ class KnownTime:
     seconds: Annotated[float, Field(strict=True, ge=STEP_SECONDS[0], le=STEP_SECONDS[1])]
     uncertainty: Annotated[float, Field(strict=True, ge=0, le=MOST_UNCERTAINTY)]
     steps: int = field(default=0, compare=False)
-
-    def at_best(self, uncertainty: float) -> KnownTime:
-        """The same time, known no better than this."""
-        return replace(self, uncertainty=max(self.uncertainty, uncertainty))
 
 
 @dataclass(slots=True)
@@ -545,11 +541,6 @@ class LiveCosts:
         self._last_waiting: float | None = None
         self._last_pipelined: float | None = None
 
-    @property
-    def unsaved_steps(self) -> int:
-        """Steps recorded since the last :meth:`changes`."""
-        return self._live.unsaved
-
     def move_to(self, context: int) -> None:
         """Set the context's length in positions; cheap enough for every step."""
         # In steps of 3 to 6 %, so that new curves are seldom needed.
@@ -629,11 +620,10 @@ class LiveCosts:
         self._live.record(rows, self._context, seconds)
 
     def changes(self) -> dict[int, list[KnownTime]]:
-        """What was measured or learned, by context length; empty if no step has run since."""
+        """What was measured or learned, by context length; it then counts as saved."""
         with self._lock:
-            changed = self._live.known(assumed=False) if self._live.unsaved else {}
             self._live.unsaved = 0
-            return changed
+            return self._live.known(assumed=False)
 
 
 def _beside(known: Mapping[int, Sequence[KnownTime]], count: int) -> dict[int, list[KnownTime]]:
