@@ -125,7 +125,7 @@ def _unquoted(text: str) -> str:
 
 def kept_history() -> History:
     """The messages of earlier chats, in a file that only the user may read."""
-    from ...corpus import data_directory
+    from ...corpus.answers import data_directory
 
     path = data_directory() / "chat_history"
     try:

@@ -248,8 +248,8 @@ class Generation:
             leader: splits the model over its ranks; None for one process.
             on_read: as for :func:`.models.model.evaluate`.
         """
-        from ...corpus import Memory
-        from ...corpus.store import open_store
+        from ...corpus.memory import Memory
+        from ...corpus.store import Store
         from ...drafting.drafter import load_drafter
         from ...engine.draft_model import DraftModelDrafter, check_vocabularies
         from ...generation.drafting import Auto
@@ -281,7 +281,7 @@ class Generation:
         if drafting.fixed:
             drafts_from = drafting.fixed
         else:
-            store = None if drafting.store is None else open_store(drafting.store, tokenizer)
+            store = None if drafting.store is None else Store(drafting.store, tokenizer)
             memory = memories.of(tokenizer, name) or Memory()
             drafts_from = Auto(memory, store, extra, head=head)
         bar = ProgressBar("Measuring step times", console=console) if console else None

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from ...errors import MlxspecError, OptionError
-from ..settings import load_config
+from ..settings import defaults_of
 from .notes import reported
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -47,7 +47,7 @@ class Command(click.Command):
         """
         more.setdefault("obj", [*args])
         with suppress(MlxspecError):  # the command reports it, and --help need not
-            more.setdefault("default_map", load_config().defaults_of(self.name or ""))
+            more.setdefault("default_map", defaults_of(self.name or ""))
         return super().make_context(info_name, args, *rest, **more)
 
     def invoke(self, ctx: click.Context) -> Any:
