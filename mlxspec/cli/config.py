@@ -103,11 +103,8 @@ def get_command(key: str) -> None:
 @_key
 def unset_command(key: str) -> None:
     """Remove KEY from the settings."""
-    if key in load_config():
-        _write(key, None)
-        say(f"{key} is no longer set.")
-    else:
-        say(f"{key} was not set.")
+    _write(key, None)
+    say(f"{key} is not set.")
 
 
 def _show(config: dict[str, Any]) -> None:

@@ -80,11 +80,11 @@ class Memories:
             return None
         if identity.fingerprint not in self._memories:
             try:
-                kept = KeptAnswers(memory_directory(), identity, _absolute(model), most)
+                kept = KeptAnswers(memory_directory(), identity, _absolute(model))
             except FileError as error:
                 note(f"{error}; answers are remembered only until this command ends")
                 return None
-            self._memories[identity.fingerprint] = Memory(kept=kept, on_trouble=note)
+            self._memories[identity.fingerprint] = Memory(most, kept=kept, on_trouble=note)
         return self._memories[identity.fingerprint]
 
     def suggest_once(self) -> None:

@@ -168,23 +168,17 @@ class KeptAnswers:
             process's memory.
         identity: the tokenizer.
         model: the name or path from which the tokenizer can be loaded again.
-        max_tokens: how many tokens to keep.
 
     Raises:
         FileError: the database cannot be made or opened.
     """
 
     def __init__(
-        self,
-        directory: Path | None,
-        identity: TokenizerIdentity,
-        model: str = "",
-        max_tokens: int = KEPT_TOKENS,
+        self, directory: Path | None, identity: TokenizerIdentity, model: str = ""
     ) -> None:
         self.directory = directory
         self.identity = identity
         self.model = model
-        self.max_tokens = max_tokens
         self._db = connect(directory)
         values = identity.fingerprint, identity.name, identity.vocab_size, model
         self._run(_ADD_TOKENIZER, *values)
