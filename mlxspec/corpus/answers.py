@@ -252,8 +252,8 @@ class KeptAnswers:
         size = 4 * tokens
         if self.index_file and self.index_file.exists():
             size += self.index_file.stat().st_size
-        counts = {"texts": texts, "tokens": tokens, "bytes": size}
-        return {**counts, "oldest": oldest, "newest": newest}
+        names = "texts", "tokens", "bytes", "oldest", "newest"
+        return dict(zip(names, (texts, tokens, size, oldest, newest), strict=True))
 
     def earned_by_day(self) -> dict[str, dict[str, int]]:
         """The number of "answers" and the sums of EARNED, by local day of the answer's end."""

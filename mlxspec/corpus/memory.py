@@ -263,9 +263,8 @@ class _MemoryWorker:
         if self._answers.index_file:
             with suppress(OSError, ValueError):
                 segment = SuffixArray.open(self._answers.index_file, INDEX_FORMAT)
-                match segment.header:
-                    case {"stamp": int(stamp), "last": int()} if stamp == self._stamp:
-                        return segment
+                if segment.header.get("stamp") == self._stamp:
+                    return segment
         return SuffixArray(np.empty(0, np.int32), np.empty(0, np.int32))
 
     def _publish(self, segment: SuffixArray) -> None:
