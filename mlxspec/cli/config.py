@@ -33,8 +33,8 @@ from .settings import (
     resolved,
 )
 
-_complete_key = names_completed(lambda: [*KEYS, ALIAS_PREFIX])
-_key = argument("key", f"One of {KNOWN}.", shell_complete=_complete_key)
+_completed = names_completed(lambda: [*KEYS, ALIAS_PREFIX])
+_key = argument("key", f"One of {KNOWN}.", shell_complete=_completed)
 
 
 @group("config", invoke_without_command=True, short_help="Set a default model, aliases, defaults.")

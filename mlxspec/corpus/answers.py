@@ -307,12 +307,9 @@ def connect(directory: Path | None) -> sqlite3.Connection:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             # SQLite gives its own files next to it the same mode.
             (directory / DATABASE).touch(PRIVATE)
-        database = sqlite3.connect(
-            directory / DATABASE if directory else ":memory:",
-            timeout=_BUSY_SECONDS,
-            isolation_level=None,
-            check_same_thread=False,
-        )
+        path = directory / DATABASE if directory else ":memory:"
+        database = sqlite3.connect(path, _BUSY_SECONDS, check_same_thread=False)
+        database.isolation_level = None  # transactions are explicit
         database.executescript(_OPTIONS)
         ((version,),) = database.execute("PRAGMA user_version").fetchall()
         if version == 0:
@@ -406,14 +403,12 @@ def load_settings() -> Settings:
         FileError: they cannot be read.
     """
     path = memory_directory() / _SETTINGS
-    value = None
+    if not path.exists():
+        return Settings()
     with suppress(OSError, ValueError, RecursionError):
-        if not path.exists():
-            return Settings()
-        value = load_json(path.read_bytes())
-    match value:
-        case {"everything": bool(on), "except": list(names), "max_tokens": int(most)} if most > 0:
-            return Settings(on, frozenset(map(str, names)), most)
+        match load_json(path.read_bytes()):
+            case {"everything": bool(on), "except": list(names), "max_tokens": int(n)} if n > 0:
+                return Settings(on, frozenset(map(str, names)), n)
     raise FileError(f"{path}: cannot be read; remove it, and set it again with `mlxspec memory`")
 
 

@@ -161,9 +161,8 @@ def merged_order(old: SuffixArray, new: SuffixArray) -> Iterator[np.ndarray]:
     Yields:
         the next places of the order, (n,) of int32. New places come after equal old ones.
     """
-    chunks = range(0, len(new.order), _CHUNK)
     slots, first = np.empty(len(new.order), np.int64), 0
-    for start in chunks:
+    for start in range(0, len(new.order), _CHUNK):
         chunk = slice(start, start + _CHUNK)
         slots[chunk] = _slots_among(old, new.tokens, new.order[chunk], first)
         first = slots[chunk][-1]

@@ -201,7 +201,6 @@ def excerpts(
         depth: the most tokens of an excerpt.
         vocab_size: all ids must be below it.
     """
-    tail = tail[-MAX_LENGTH:]
     found: list[tuple[int, int, Any]] = []
     for one in indexes:
         with suppress(IndexError):  # a damaged file
