@@ -14,6 +14,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from ..drafting.drafter import DraftTree
+from ..errors import OptionError
 from .caches import (
     Snapshot,
     TreeRows,
@@ -522,6 +523,11 @@ def target_for(
         OptionError: ``cache`` is given for a model that is split.
     """
     leader = getattr(model, "leader", None)
+    if leader and cache is not None:  # it would hold a whole model's keys and values
+        raise OptionError(
+            "a prompt cache is not split over several machines as the model is: leave it out, "
+            "or run without mlx.launch"
+        )
     make = leader.target if leader else Target
     return make(model, capability, vocab_size, options, cache, marks)
 
