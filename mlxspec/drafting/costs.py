@@ -45,13 +45,12 @@ class CostCurve:
         points = list(points)
         rows = [row for row, _ in points]
         costs = [cost for _, cost in points]
-        if points[:1] != [(1, 1)] or rows != sorted(set(rows)):
+        positive = all(0 < cost < math.inf for cost in costs)
+        if points[:1] != [(1, 1)] or rows != sorted(set(rows)) or not positive:
             raise OptionError(
                 f"cost curve with the points {points[:3]}…: give (rows, cost) pairs "
-                "with ascending rows, the first (1, 1)"
+                "with ascending rows and positive costs, the first (1, 1)"
             )
-        if not all(0 < cost < math.inf for cost in costs):
-            raise OptionError("a cost curve's costs are positive numbers")
         self.rows = rows
         self.widest = rows[-1]
         at, known = np.array(rows), np.array([*accumulate(costs, max)])
@@ -184,7 +183,6 @@ class _Rows:
         value: logarithm of what steps have shown these times to lack.
         variance: of ``value``.
         power: what the shared exponent is multiplied by.
-        assumed: whether it was neither measured nor run.
         in_curve: logarithm of its whole correction in the latest curves.
         latest: error of its latest step; None before the first.
         off: how many of its latest steps in a row were far off.
@@ -194,7 +192,6 @@ class _Rows:
     variance: float
     value: float = 0.0
     power: float = 0.0
-    assumed: bool = False
     in_curve: float = 0.0
     latest: float | None = None
     off: int = 0
@@ -340,7 +337,6 @@ class LiveTimes:
         self._covariance = covariance - shared[:, None] * (shared / variance)
         own.value += own.variance * gain
         own.variance -= own.variance**2 / variance
-        own.assumed = False
         changes = (abs(self._correction(one) - one.in_curve) for one in self._rows.values())
         if doubtful or any(change > _NOTICEABLE for change in changes):
             self._forget_curves()
@@ -371,7 +367,7 @@ class LiveTimes:
             plain = self._time(self._plain, context)
             times = [KnownTime(1, plain, math.hypot(self.stddev, stddev))]
             for rows, own in sorted(self._rows.items()):
-                if assumed or not own.assumed:
+                if assumed or rows <= self._measured or own.latest is not None:
                     seconds = self._time(own, context) * math.exp(self._correction(own))
                     # With its doubt, or short processes would believe wrong times for ever.
                     doubt = self._doubt / _OWN_SHARE if rows > self._beyond else 0.0
@@ -426,7 +422,7 @@ class LiveTimes:
         if rows > self._measured and self._measured < _WIDE:
             last = self._rows.get(self._measured, self._plain)
             variance, power = last.variance + _UNSEEN_VARIANCE, math.log(rows / self._measured)
-            return _Rows(last.times, variance, last.value, power, assumed=True)
+            return _Rows(last.times, variance, last.value, power)
         # The curves' times, without the corrections that all rows share.
         common = math.exp(self._shared[1])
         times = [

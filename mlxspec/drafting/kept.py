@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar, get_args
@@ -27,8 +28,6 @@ _log = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "MLXSPEC_CACHE_DIR"
 
-_MAX_BYTES = 1 << 20
-
 _File = TypeVar("_File")
 
 
@@ -40,8 +39,6 @@ def cache_directory() -> Path:
 def _read(what: str, path: Path, kind: TypeAdapter[_File]) -> _File | None:
     """The content of a file; None if it is missing or, with a warning, if it cannot be used."""
     try:
-        if path.stat().st_size > _MAX_BYTES or not path.is_file():
-            raise ValueError
         return kind.validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -51,25 +48,26 @@ def _read(what: str, path: Path, kind: TypeAdapter[_File]) -> _File | None:
         return None
 
 
-_warned_of: set[Path] = set()
+@cache
+def _warn_not_kept(directory: Path, reason: str) -> None:
+    """Log that nothing is kept in a directory; once."""
+    _log.warning(
+        "step times and experience are not kept in %s (%s); %s names another place",
+        directory,
+        reason,
+        ENVIRONMENT_VARIABLE,
+    )
 
 
-def _write(what: str, path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
-    """Write a whole file that only the user can read; return whether that worked.
-
-    The first failure in a cache directory is logged.
-    """
+def _write(path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
+    """Write a whole file that only the user can read; return whether that worked."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replaced(path) as file:
             file.write(kind.dump_json(content))
     except (OSError, MlxspecError) as error:
-        if path.parent.parent not in _warned_of:
-            _warned_of.add(path.parent.parent)
-            failure = error if isinstance(error, OSError) else error.__cause__
-            reason = getattr(failure, "strerror", None) or error
-            place = path.parent, reason, ENVIRONMENT_VARIABLE
-            _log.warning("%s are not kept in %s (%s); %s names another place", what, *place)
+        failure = error if isinstance(error, OSError) else error.__cause__
+        _warn_not_kept(path.parent.parent, getattr(failure, "strerror", None) or str(error))
         return False
     return True
 
@@ -195,7 +193,7 @@ class CostCache:
             if context not in kept or kept[context].rank <= known.rank:
                 kept[context] = known
         content = _StepTimes(key.machine, key.model, dict(sorted(kept.items())))
-        _write("step times", self.directory / key.file_name, _STEP_TIMES, content)
+        _write(self.directory / key.file_name, _STEP_TIMES, content)
 
 
 _EXPERIENCE_VERSION: Final = 3
@@ -301,7 +299,7 @@ class Experience:
             for feature, weight in [*self.corrections.items()]  # other threads may be learning
             if feature < TOKEN_FEATURES
         }
-        self._has_file = _write("corrections", self._path, _WEIGHTS, _Weights(weights))
+        self._has_file = _write(self._path, _WEIGHTS, _Weights(weights))
         for path in kept_experience()[:-_MOST_FILES] if self._has_file else ():
             path.unlink(missing_ok=True)
 

@@ -176,16 +176,6 @@ def test_the_content_that_the_spoiled_files_are_made_of_is_good(cache: CostCache
     assert cache.read(KEY)[1024].times == [KnownTime(1, 0.025, 0.02)]
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_what_is_no_file_is_ignored_without_waiting_for_it(
-    cache: CostCache, caplog: pytest.LogCaptureFixture
-):
-    cache.directory.mkdir()
-    os.mkfifo(cache.directory / KEY.file_name)
-    assert cache.read(KEY) == {}
-    assert "ignoring" in caplog.text
-
-
 def usable_or_ignored(cache: CostCache) -> None:
     """A reader that ignores what it cannot use, and never fails."""
     known = harmless(lambda: [*cache.read(KEY).values(), *kept_in(cache)])
