@@ -227,7 +227,6 @@ class LiveTimes:
 
     Attributes:
         overhead: the sync overhead, a running average.
-        unsaved: steps since they were last saved.
     """
 
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
@@ -260,7 +259,6 @@ class LiveTimes:
         self._noise = min(max(_FIRST_NOISE, plain**2), _MOST_NOISE)
         self._off = 0  # how many of the latest steps in a row were far off
         self.overhead = USUAL_SYNC_OVERHEAD
-        self.unsaved = 0
         self._curves: dict[int, tuple[CostCurve, CostCurve]] = {}
         self._forget_curves()
 
@@ -343,7 +341,6 @@ class LiveTimes:
 
     def ran(self, rows: int) -> None:
         """Count a step, recorded or not: costs of wider ones become doubtful."""
-        self.unsaved += 1
         self._widest_since_doubt = max(self._widest_since_doubt, rows)
         self._steps_since_doubt += 1
         if self._steps_since_doubt < _STEPS_PER_DOUBT:
@@ -354,24 +351,23 @@ class LiveTimes:
         self._steps_since_doubt, self._widest_since_doubt = 0, 1
         self._forget_curves()
 
-    def known(self, stddev: float = 0.0, *, assumed: bool = True) -> dict[int, list[KnownTime]]:
+    def known(self, *, assumed: bool = True) -> dict[int, list[KnownTime]]:
         """What is now known, per measured context length, as times at the machine's usual speed.
 
         Args:
-            stddev: relative uncertainty to add, for use with another number of sequences.
             assumed: whether costs that were neither measured nor run are included.
         """
         exponent = max(self._covariance[2, 2], 0.0)
         found = {}
         for context in self._contexts:
             plain = self._time(self._plain, context)
-            times = [KnownTime(1, plain, math.hypot(self.stddev, stddev))]
+            times = [KnownTime(1, plain, self.stddev)]
             for rows, own in sorted(self._rows.items()):
                 if assumed or rows <= self._measured or own.latest is not None:
                     seconds = self._time(own, context) * math.exp(self._correction(own))
                     # With its doubt, or short processes would believe wrong times for ever.
                     doubt = self._doubt / _OWN_SHARE if rows > self._beyond else 0.0
-                    variance = own.variance + doubt + exponent * own.power**2 + stddev**2
+                    variance = own.variance + doubt + exponent * own.power**2
                     times.append(KnownTime(rows, seconds, math.sqrt(variance)))
             found[context] = times
         return found
@@ -517,7 +513,7 @@ class LiveCosts:
         """
         with self._lock:
             if count not in self._joint:
-                known = _beside(self._live.known(stddev=_OTHER_SEQUENCES), count)
+                known = _beside(self._live.known(), count)
                 self._joint[count] = self._begun_with(known, count)
                 self._joint[count]._live.overhead = self._live.overhead
             return self._joint[count].for_generation()
@@ -615,10 +611,9 @@ class LiveCosts:
             self._plain_steps = 0
         self._live.record(rows, self._context, seconds)
 
-    def changes(self) -> dict[int, list[KnownTime]]:
-        """What was measured or learned, by context length; it then counts as saved."""
+    def known(self) -> dict[int, list[KnownTime]]:
+        """What was measured or learned, by context length."""
         with self._lock:
-            self._live.unsaved = 0
             return self._live.known(assumed=False)
 
 
@@ -638,7 +633,11 @@ def _beside(known: Mapping[int, Sequence[KnownTime]], count: int) -> dict[int, l
         added = count * np.interp(np.array(widths) / count, rows, growth)
         errors = [max(time.uncertainty for time in times if time.rows <= own) for own in widths]
         converted[context] = [
-            KnownTime(own - count + 1, plain * curve(own) + float(more), error)
+            KnownTime(
+                own - count + 1,
+                plain * curve(own) + float(more),
+                math.hypot(error, _OTHER_SEQUENCES),
+            )
             for own, more, error in zip(widths, added, errors, strict=True)
         ]
     return converted

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeVar, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
 import platformdirs
 from pydantic import AfterValidator, Field, TypeAdapter
@@ -74,7 +74,7 @@ def _write(path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
 
 Source = Literal["steps", "quick", "careful"]  # the best one last
 Identity = dict[str, str | int | float | None]
-_STEP_TIMES_VERSION: Final = 2
+_STEP_TIMES_VERSION = 2
 
 
 def _sorted(times: list[KnownTime]) -> list[KnownTime]:
@@ -150,8 +150,6 @@ class _StepTimes:
     machine: Identity
     model: Identity
     contexts: dict[Annotated[int, Field(ge=0, lt=1 << 60)], KnownTimes]
-    format: Literal["mlxspec step times"] = "mlxspec step times"
-    version: Literal[2] = _STEP_TIMES_VERSION
 
 
 _STEP_TIMES = TypeAdapter(_StepTimes)
@@ -196,11 +194,10 @@ class CostCache:
         _write(self.directory / key.file_name, _STEP_TIMES, content)
 
 
-_EXPERIENCE_VERSION: Final = 3
+_EXPERIENCE_VERSION = 3
 _KIND_TOKENS = 32
 _MOST_KINDS = 16
 _MOST_FILES = 64
-_MOST_WEIGHT = 30.0
 _SECONDS_BETWEEN_SAVES = 30.0
 
 
@@ -230,10 +227,8 @@ class _Weights:
 
     weights: dict[
         Annotated[int, Field(ge=0, lt=TOKEN_FEATURES)],
-        Annotated[float, Field(strict=True, ge=-_MOST_WEIGHT, le=_MOST_WEIGHT)],
+        Annotated[float, Field(strict=True, allow_inf_nan=False)],
     ]
-    format: Literal["mlxspec experience"] = "mlxspec experience"
-    version: Literal[3] = _EXPERIENCE_VERSION
 
 
 _WEIGHTS = TypeAdapter(_Weights)
@@ -295,7 +290,7 @@ class Experience:
         if self._has_file and not self._path.exists():  # the user has removed it
             self.corrections, self._kinds = Corrections(), {}
         weights = {
-            feature: round(min(max(weight, -_MOST_WEIGHT), _MOST_WEIGHT), 4)
+            feature: round(weight, 4)
             for feature, weight in [*self.corrections.items()]  # other threads may be learning
             if feature < TOKEN_FEATURES
         }
