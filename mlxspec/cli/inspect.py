@@ -16,7 +16,6 @@ from .common.output import print_rows, write_json
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from ..models.heads.loading import HeadFiles
 
 _DRAFTS = {
     "tree": "trees: several continuations are verified in one forward",
@@ -56,25 +55,24 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
 
     model = needed_model(model)
     directory = find_directory(model, None, weights=())
-    found: HeadFiles | None
-    if named_kind(read_config(directory)):
-        if adapter_path is not None:
-            raise OptionError(f"--adapter-path {adapter_path}: a trained head takes no adapters")
-        found = head = find_head(head_directory(model))
-        examined = load_lazily(head)
-        target = {"families": list(head.kind.families), **sizes_needed(head.config)}
-        report = {"most": examined.most, "target": target}
-    else:
-        found = own_head(directory)
+    if not named_kind(read_config(directory)):
+        own = own_head(directory)
         examined, _ = load(model, adapter_path=adapter_path)
         report = _model_report(examined)
+    elif adapter_path is not None:
+        raise OptionError(f"--adapter-path {adapter_path}: a trained head takes no adapters")
+    else:
+        own = find_head(head_directory(model))
+        examined = load_lazily(own)
+        target = {"families": list(own.kind.families), **sizes_needed(own.config)}
+        report = {"most": examined.most, "target": target}
     identity = model_identity(examined)
     # The average in memory: on the CPU, weights and scales in half precision become float32.
     report |= {key: identity[key] for key in ("type", "parameters", "bits_per_weight")}
-    report["head"] = found and {
-        "kind": found.kind.title,
-        "files": [path.relative_to(directory).as_posix() for path in found.files],
-        "bytes": sum(tensor.nbytes for tensor in found.tensors().values()),
+    report["head"] = own and {
+        "kind": own.kind.title,
+        "files": [path.relative_to(directory).as_posix() for path in own.files],
+        "bytes": sum(tensor.nbytes for tensor in own.tensors().values()),
     }
     if as_json:
         write_json(report, indent=2)

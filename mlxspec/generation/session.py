@@ -244,7 +244,7 @@ class Session:
             self._head = []
         if target and _serves(target, model, capability, options):
             # The prompt's last token belongs to the first step.
-            common = min(common_length(tokens, prompt), len(prompt) - 1)
+            common = min(common_length(tokens, [*prompt]), len(prompt) - 1)
             with suppress(ValueError):
                 target.rewind(common)
                 return target

@@ -108,6 +108,9 @@ def _merges(model: Any) -> list[tuple[str, str]]:
 def _normalizer(spec: Any) -> normalizers.Normalizer:
     """The normalizer of the whole text, control pieces included."""
     steps = []
+    if spec.remove_extra_whitespaces:
+        steps.append(normalizers.Replace(Regex(r"\A +"), ""))
+        steps.append(normalizers.Replace(Regex(" {2,}"), " "))
     steps.append(normalizers.Replace(" ", _SPACE))
     if spec.add_dummy_prefix:
         # Metaspace, below, puts the prefix before any text that does not start with a space. At
@@ -123,6 +126,8 @@ def _pre_tokenizer(model: Any) -> pre_tokenizers.PreTokenizer | None:
         steps.append(pre_tokenizers.Metaspace(_SPACE, prepend_scheme="always", split=False))
         # A lone space after a control piece is the prefix of an empty text, and not a piece.
         steps.append(pre_tokenizers.Split(Regex(rf"\A{_SPACE}\z"), behavior="removed"))
+    if model.normalizer_spec.remove_extra_whitespaces:
+        steps.append(pre_tokenizers.Split(Regex(rf"{_SPACE}+\z"), behavior="removed"))
     if user_defined := _piece_names(model, _USER_DEFINED):
         longest_first = "|".join(map(re.escape, sorted(user_defined, key=len, reverse=True)))
         steps.append(pre_tokenizers.Split(Regex(longest_first), behavior="isolated"))

@@ -76,7 +76,9 @@ class ApiError(MlxspecError):
     def messages_body(self, request_id: str) -> dict[str, Any]:
         """The response's JSON in Anthropic's form."""
         kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else _INVALID)
-        details = {"type": kind, "message": self.message}
+        details: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.param == "thread":  # Anthropic's library then sends the whole conversation
+            details["details"] = {"error_code": "thread_unsupported_request", "unsupported": []}
         return {"type": "error", "error": details, "request_id": request_id}
 
 

@@ -290,7 +290,10 @@ def test_a_wrong_use_is_one_line_before_any_model_is_loaded(
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [(("--chat",), "no chat template"), (("--stop-token", "nothing like it"), "nothing like it")],
+    [
+        (("--chat",), "needs a chat template"),
+        (("--stop-token", "nothing like it"), "nothing like it"),
+    ],
 )
 def test_an_option_that_fits_no_line_is_told_once(
     finite: Path, prompts: Path, options: tuple[str, ...], named: str

@@ -510,9 +510,9 @@ def test_writing_needs_a_client() -> None:
 def test_without_a_server_one_line_says_how_to_start_one() -> None:
     result = connect("zed", "--server", "http://127.0.0.1:1/v1/")
     assert result.exit_code == 1
-    assert result.stderr == (
-        "Error: --server http://127.0.0.1:1: Connection refused; start one with "
-        "'mlxspec serve', or give the address that it prints\n"
+    assert result.stderr.startswith("Error: --server http://127.0.0.1:1: ")
+    assert result.stderr.endswith(
+        "Connection refused; start one with 'mlxspec serve', or give the address that it prints\n"
     )
 
 

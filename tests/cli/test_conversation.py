@@ -99,8 +99,8 @@ def ask(chat: Chat, question: str, taken: int | None = None) -> str:
 
 
 def again(chat: Chat, temperature: str = "") -> str:
-    command, argument = command_in(f"/retry {temperature}")
-    command.run(chat, argument)
+    run, argument = command_in(f"/retry {temperature}")
+    run(chat, argument)
     return chat.messages[-1]["content"]
 
 

@@ -154,7 +154,7 @@ def test_an_answer_of_one_token_is_explained(tmp_path: Path):
         (("--html", "missing/page.html"), "missing/page.html: cannot be written"),
         (("--decoder", "plain", "--n-draft", 3), "--n-draft is for"),
         (("--temp", -1), "temp"),
-        (("--prompt-file", "missing"), "missing cannot be read"),
+        (("--prompt-file", "missing"), "missing: No such file"),
         (("--prompt-ids", "1"), "together"),
         (("another",), "together"),
     ],

@@ -75,11 +75,11 @@ def test_prompts_of_a_file_have_the_form_too(schema: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "content", "named"),
     [
-        (("--json-schema", "FILE"), None, "FILE cannot be read (No such file"),
-        (("--json-schema", "FILE"), b"{", "FILE: the JSON schema is not valid JSON"),
-        (("--json-schema", "FILE"), b"[]", "FILE: the JSON schema must be an object"),
+        (("--json-schema", "FILE"), None, "FILE: No such file"),
+        (("--json-schema", "FILE"), b"{", "the JSON schema is not valid JSON"),
+        (("--json-schema", "FILE"), b"[]", "the JSON schema must be an object"),
         (("--json-schema", "FILE"), b"\xff", "FILE is not UTF-8"),
-        (("--grammar", "FILE"), None, "FILE cannot be read"),
+        (("--grammar", "FILE"), None, "FILE: No such file"),
         (("--regex", "a", "--grammar", "FILE"), b"", "--regex and --grammar are given together"),
     ],
 )

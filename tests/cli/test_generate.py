@@ -165,13 +165,10 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
         ((), "no prompt"),
         (("a", "--prompt", "b"), "PROMPT and --prompt are given together"),
         (("a", "--prompt-ids", "1"), "PROMPT and --prompt-ids are given together"),
-        (
-            ("a", "--raw", "--system-prompt", "b"),
-            "--system-prompt is for a text in",
-        ),
+        (("a", "--raw", "--system-prompt", "b"), "--system-prompt needs a chat template"),
         (
             ("--prompt-ids", "1", "--system-prompt", "b"),
-            "--system-prompt is for a text in",
+            "--system-prompt needs a chat template",
         ),
         (("--prompt", "a", "--top-p", "7"), "top_p is 7.0"),
         (("--prompt", "a", "--temp", "nan"), "temp is nan"),
@@ -211,7 +208,7 @@ def test_an_error_line_cannot_be_abused_for_escapes_or_more_lines():
 
 def test_a_chat_template_that_is_not_there_is_one_line(finite: Path):
     result = generate("--model", finite, "--prompt", "a", "--chat")
-    assert_one_line_error(result, "no chat template")
+    assert_one_line_error(result, "--chat needs a chat template")
 
 
 @pytest.mark.parametrize(
@@ -222,12 +219,12 @@ def test_a_chat_template_that_fails_is_one_line(endless: Path, tmp_path: Path, t
     settings = json.loads((model / "tokenizer_config.json").read_text())
     settings["chat_template"] = template
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert_one_line_error(generate("--model", model, "--prompt", "a"), "--raw")
+    assert_one_line_error(generate("--model", model, "--prompt", "a"), "the chat template failed")
 
 
 def test_token_ids_with_a_chat_template_are_refused(endless: Path):
     result = generate("--model", endless, "--prompt-ids", "1", "--chat")
-    assert_one_line_error(result, "--prompt-ids")
+    assert_one_line_error(result, "token ids")
 
 
 def test_a_prompt_longer_than_the_context_is_one_line(endless: Path, tmp_path: Path):
@@ -294,9 +291,6 @@ def test_ctrl_c_with_json_writes_what_there_is(endless: Path, monkeypatch: pytes
         (("--store", "x", "--n-draft", "3"), "--n-draft is for --decoder prompt-lookup"),
         (("--store", "x", "--decoder", "plain"), "--decoder auto"),
         (("--decoder", "auto", "--ngram-max", "2"), "--ngram-max"),
-        (("--logprobs", "0"), "--logprobs has no effect without --json or --prompts: add it"),
-        (("--concurrency", "8"), "--concurrency has no effect without --prompts"),
-        (("--num-draft-tokens", "2"), "--num-draft-tokens has no effect without --draft-model"),
         (("--quiet", "--stats"), "--quiet and --stats are given together: choose one"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

@@ -5,25 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 
 from mlxspec.cli.chat import answer_line, chat_command
-from mlxspec.cli.common.api_client import response
-from mlxspec.cli.common.output import Figures
-from mlxspec.generation.response import SpeculationStats
+from mlxspec.generation.response import GenerationResponse, SpeculationStats
 from tests.cli.test_serve import PLAIN, serving
 from tests.support.scripted_model import write_scripted_model
 
 LINE = "one two three four\n"
 
 
-def test_an_answer_that_was_stopped_has_figures() -> None:
-    figures, last = Figures(), response("text", True, 10, SpeculationStats(3, 3, 0, 0, 3), 0.0)
-    figures.add(last, 3)
-    figures.panel()
-    assert "plain" not in answer_line(last, 0.0, "stopped")
-    assert "1.5× plain" in answer_line(last, 2.0, "")
+def test_the_speed_against_plain_is_shown_where_it_is_known() -> None:
+    stats = SpeculationStats(3, 3, 0, 0, 3)
+    last = GenerationResponse("", 0, mx.array([]), False, 10, 1.0, 3, 1.0, 1.0, "stop", stats)
+    assert "plain" not in answer_line(last, 0.0, 9)
+    assert "1.5× plain" in answer_line(last, 2.0, 9)
 
 
 @pytest.mark.slow

@@ -221,6 +221,11 @@ def test_saved_files_give_transformers_and_mlx_lm_the_same_ids(
 TRAINED = {
     "plain": {},
     "without a leading space": {"add_dummy_prefix": False},
+    "with spaces removed": {"remove_extra_whitespaces": True},
+    "with spaces removed and no leading one": {
+        "remove_extra_whitespaces": True,
+        "add_dummy_prefix": False,
+    },
     "without byte fallback": {"byte_fallback": False, "character_coverage": 0.98},
     "with user-defined pieces": {
         "user_defined_symbols": ["[INST]", "[/INST]", "[IN", "▁▁", "self", "<0x", "x", "a b"]
@@ -279,7 +284,6 @@ def test_every_setting_of_a_bpe_model_is_respected(tmp_path: Path, options: dict
     "options",
     [
         {"normalization_rule_name": "nfkc"},
-        {"remove_extra_whitespaces": True},
         {"model_type": "unigram"},
         {"treat_whitespace_as_suffix": True},
     ],

@@ -547,10 +547,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield running
 
 
-@pytest.mark.parametrize(
-    "choice",
-    ["auto", "required", {"type": "function", "function": {"name": "weather"}}, None],
-)
+@pytest.mark.parametrize("choice", ["auto", "required", None])
 def test_tools_are_called(caller: Running, choice: Any) -> None:
     client = caller.client()
     fields = {"model": "caller", "tools": [WEATHER], "tool_choice": choice}
@@ -572,9 +569,7 @@ def test_tools_are_called(caller: Running, choice: Any) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize(
-    "choice", ["auto", "required", {"type": "function", "function": {"name": "weather"}}]
-)
+@pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("max_tokens", range(1, 7))
 def test_a_call_that_is_cut_off_leaves_no_text(
     caller: Running, choice: Any, max_tokens: int

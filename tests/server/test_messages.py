@@ -229,9 +229,8 @@ def test_a_tool_is_called_and_its_result_answered(caller: Running, make: Any) ->
     assert (text_of(answer), answer.stop_reason) == ("It is sunny.", "end_turn")
 
 
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-def test_a_tool_has_to_be_called(caller: Running, choice: Any) -> None:
-    made = message(client_of(caller), tools=[WEATHER], tool_choice=choice)
+def test_a_tool_has_to_be_called(caller: Running) -> None:
+    made = message(client_of(caller), tools=[WEATHER], tool_choice={"type": "any"})
     (call,) = made.content
     assert (call.type, call.input) == ("tool_use", {"city": "Paris"})  # type: ignore[union-attr]
     none = message(client_of(caller), tools=[WEATHER], tool_choice={"type": "none"})

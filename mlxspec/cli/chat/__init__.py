@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from textwrap import indent, shorten
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -25,7 +25,7 @@ from ...jsonl import conversation_of, load_json
 from ...models.model_files import find_directory, local_path
 from ...terminal import TokenPrinter, one_line, visible
 from ..common.api_client import RemoteModel
-from ..common.generation import FORMS, Generation
+from ..common.generation import FORMS, Generation, generation_options
 from ..common.model_choice import (
     known_names,
     model_argument,
@@ -34,7 +34,7 @@ from ..common.model_choice import (
     resolved,
 )
 from ..common.notes import in_one_line
-from ..common.options import COUNT, FILE, color_option, command, option, options_of
+from ..common.options import COUNT, FILE, color_option, command, option
 from ..common.output import Figures, counted, error_console, output_console, prefill_bar
 from ..common.prompt import template_option
 from ..memory import Memories
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from ...models.chat_template import Messages
     from .terminal import MarkdownPrinter
 
-_SEEDS = 1 << 64
 _GLANCE = 60  # characters of a message that are enough to recognise it
 _ANSWERS_SHARE = 4  # a quarter of the context is kept for an answer, or less if it is limited
 
@@ -61,7 +60,7 @@ _output = partial(option, group="Output")
 @_model("--load FILE", "Continue a conversation written by /save.", type=FILE)
 @_model("--server URL", "Chat with a model that 'mlxspec serve' serves at this address.")
 @_model("--max-tokens N", "Generate at most N tokens per answer.", default=2048, type=COUNT)
-@options_of(Generation, "generation", leave_out=FORMS)
+@generation_options(leave_out=FORMS)
 @color_option("Output")
 @_output("--markdown", "At a terminal: render answers as Markdown, without the colours of drafts.")
 @_output("--no-history", "Do not keep typed messages for the next chat.")
@@ -88,9 +87,9 @@ def chat_command(
       mlxspec chat --load rivers.json --markdown
 
     From a pipe, every line is a message. Three double quotes begin and end a message of several
-    lines. A backslash at the end of a line continues the message on the next line.
+    lines.
     """
-    from .terminal import message_reader
+    from .terminal import MarkdownPrinter, message_reader
 
     saved = read_chat(load) if load else None
     console, template = error_console(color), chat_template_config or {}
@@ -106,7 +105,10 @@ def chat_command(
             memories.suggest_once()
         else:
             model = RemoteModel(server, generation, template)
-        chat = Chat(model, generation, console, color, markdown, sys.stdin.isatty())
+        printer: Callable[[], TokenPrinter | MarkdownPrinter] = partial(TokenPrinter, color)
+        if markdown and sys.stdout.isatty():
+            printer = partial(MarkdownPrinter, output_console(color))
+        chat = Chat(model, generation, console, printer, sys.stdin.isatty())
         if chat.interactive:
             chat.say(f"Chatting with {one_line(model.name)}. /help lists commands and keys.")
         if saved:
@@ -123,8 +125,7 @@ class Chat:
         model: the model that answers.
         generation: the options of answers; /retry may override the temperature and the seed.
         console: standard error.
-        color: as for :func:`mlxspec.terminal.wants_color`.
-        markdown: whether answers are rendered as Markdown.
+        printer: makes what writes an answer.
         interactive: show figures, and continue after an error.
         system_prompt: the system prompt, before all messages.
     """
@@ -132,8 +133,7 @@ class Chat:
     model: LocalModel | RemoteModel
     generation: Generation
     console: Console
-    color: bool | None = None
-    markdown: bool = False
+    printer: Callable[[], TokenPrinter | MarkdownPrinter] = TokenPrinter
     interactive: bool = True
     system_prompt: str | None = None
 
@@ -142,27 +142,25 @@ class Chat:
         self._figures = Figures()
         self._retries = 0  # each has a seed of its own
 
-    def run(self, read: Callable[[], str | None]) -> None:
+    def run(self, read: Callable[[], str]) -> None:
         """Answer messages and run commands until the user leaves.
 
         Args:
-            read: returns the next message; None if the user leaves.
+            read: returns the next message, or raises :class:`EOFError` if there is none.
         """
         leaves = False  # whether the next Ctrl-C leaves
         while True:
             try:
                 message = read()
                 leaves = False
-                if message is None:
-                    return
                 if found := command_in(message):
-                    command, argument = found
-                    if command.run is None:
-                        return
-                    command.run(self, argument)
+                    run, argument = found
+                    run(self, argument)
                 elif message.strip():
                     # The space marks it as a message instead of a command.
                     self.answer(message[1:] if message.startswith(" /") else message)
+            except EOFError:
+                return
             except MlxspecError as error:
                 if not self.interactive:
                     raise
@@ -205,7 +203,7 @@ class Chat:
         self.messages.append({"role": "user", "content": message})
         sampled = replace(self.generation.sampling, **sampling)
         asked = replace(self.generation, sampling=sampled)
-        printer, said, ending = self._printer(), "", ""
+        printer, said = self.printer(), ""
         last: GenerationResponse | None = None
         try:
             tokens = self._fitting_prompt()
@@ -219,21 +217,17 @@ class Chat:
         except KeyboardInterrupt:
             if not self.interactive:
                 raise
-            ending = "stopped"
         finally:
             printer.finish()
             if said:
                 self.messages.append({"role": "assistant", "content": said})
-        if last is None:
-            self.say("Stopped before the first word; /retry tries again.")
+        if last is None or last.finish_reason is None:
+            self.say("The answer was stopped; /retry begins another.")
             return
-        if last.finish_reason == "length":
-            whole = last.generation_tokens == self.generation.max_tokens
-            ending = "cut by --max-tokens" if whole else "cut: the model's context is full"
         cost = self.model.predicted_cost
         self._figures.add(last, last.generation_tokens, cost)
         if self.interactive:
-            self.say(answer_line(last, cost, ending))
+            self.say(answer_line(last, cost, self.generation.max_tokens))
 
     def _fitting_prompt(self) -> list[int]:
         """The conversation's tokens.
@@ -285,13 +279,6 @@ class Chat:
 
     # Output.
 
-    def _printer(self) -> TokenPrinter | MarkdownPrinter:
-        if not (self.markdown and sys.stdout.isatty()):
-            return TokenPrinter(self.color)
-        from .terminal import MarkdownPrinter
-
-        return MarkdownPrinter(output_console(self.color))
-
     def say(self, text: str) -> None:
         """Print a text that is not an answer."""
         self.console.print(visible(text), style="dim", soft_wrap=not self.interactive)
@@ -325,7 +312,7 @@ class Chat:
                     "at temperature 0 the same conversation gets the same answer: '/retry 0.8' "
                     "samples another"
                 )
-        seed = None if seed is None else (seed + self._retries) % _SEEDS
+        seed = None if seed is None else seed + self._retries
         before = self.messages[-2:]
         message = self.undo()
         try:
@@ -335,8 +322,7 @@ class Chat:
                 self.messages[-1:] = before
 
     def _undo(self, _: str) -> None:
-        message = shorten(one_line(self.undo()), _GLANCE, placeholder=" …")
-        self.say(f"Took back: {message}")
+        self.say(f"Took back: {shorten(self.undo(), _GLANCE, placeholder=' …')}")
 
     def _reset(self, _: str) -> None:
         self.messages, self._figures = [], Figures()
@@ -363,22 +349,20 @@ class Chat:
     def _load(self, file: str) -> None:
         self.restore(*read_chat(local_path(file)))
 
-    def _switch_markdown(self, _: str) -> None:
-        self.markdown = not self.markdown
-        now = "rendered as Markdown from now on" if self.markdown else "plain text again"
-        self.say(f"Answers are {now}.")
-
     def _stats(self, _: str) -> None:
         self.console.print(self._figures.panel(("answers", str(self._figures.answers))))
 
+    def _exit(self, _: str) -> None:
+        raise EOFError
 
-def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) -> str:
-    """The figures of one answer.
+
+def answer_line(last: GenerationResponse, predicted_cost: float, max_tokens: int) -> str:
+    """The figures of one answer, and why it was cut if it was.
 
     Args:
         last: the answer's last response.
         predicted_cost: the cost of its steps, in plain steps; 0 if unknown.
-        ending: why the answer ended; empty if the model ended it.
+        max_tokens: the most tokens that it could have.
     """
     figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
     if predicted_cost:
@@ -387,7 +371,10 @@ def answer_line(last: GenerationResponse, predicted_cost: float, ending: str) ->
         f"{last.stats.tokens_per_step:.2f} per step",
         f"{last.reused_tokens:,} of {last.prompt_tokens:,} prompt tokens reused",
     ]
-    return " · ".join([*figures, ending] if ending else figures)
+    if last.finish_reason == "length":
+        whole = last.generation_tokens == max_tokens
+        figures.append("cut by --max-tokens" if whole else "cut: the model's context is full")
+    return " · ".join(figures)
 
 
 # --- commands ---
@@ -396,50 +383,28 @@ _OR_TEXT = "to send it as a message, put a space before it"
 _COMMAND = re.compile(r"/[A-Za-z][\w-]*")
 
 
-class ChatCommand(NamedTuple):
-    """A command in a chat.
+Command = Callable[[Chat, str], None]
+"""A command's function; it gets the chat and the argument, which may be empty."""
 
-    Attributes:
-        spelling: its name and argument, as the help shows them.
-        help: what it does.
-        run: the function to call with the chat and the argument; None ends the chat.
-        takes: the kind of its argument: "text", "file" or "model"; empty for none.
-        aliases: its other names.
-    """
+COMMANDS: dict[str, tuple[str, Command]] = {
+    "/help": ("show commands and keys", Chat._help),
+    "/retry [TEMP]": ("answer the last message again", Chat._retry),
+    "/undo": ("take back the last message and its answer", Chat._undo),
+    "/reset /clear": ("begin a new conversation", Chat._reset),
+    "/system [TEXT]": ("show or set the system prompt; - removes it", Chat._system),
+    "/model [NAME]": ("show the model, or switch to another", Chat._model),
+    "/save FILE": ("write the conversation as JSON", Chat._save),
+    "/load FILE": ("continue a saved conversation", Chat._load),
+    "/stats": ("show figures of the conversation", Chat._stats),
+    "/exit /quit /bye": ("leave, as does Ctrl-D", Chat._exit),
+}
+"""What the commands do, by their names and argument as the help shows them."""
 
-    spelling: str
-    help: str
-    run: Callable[[Chat, str], None] | None
-    takes: str = ""
-    aliases: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> str:
-        """The name with its slash."""
-        return self.spelling.split()[0]
-
-
-COMMANDS = (
-    ChatCommand("/help", "show commands and keys", Chat._help),
-    ChatCommand("/retry [TEMP]", "answer the last message again", Chat._retry, "text"),
-    ChatCommand("/undo", "take back the last message and its answer", Chat._undo),
-    ChatCommand("/reset", "begin a new conversation", Chat._reset, aliases=("/clear",)),
-    ChatCommand(
-        "/system [TEXT]", "show or set the system prompt; - removes it", Chat._system, "text"
-    ),
-    ChatCommand("/model [NAME]", "show the model, or switch to another", Chat._model, "model"),
-    ChatCommand("/save FILE", "write the conversation as JSON", Chat._save, "file"),
-    ChatCommand("/load FILE", "continue a saved conversation", Chat._load, "file"),
-    ChatCommand("/markdown", "turn Markdown rendering on or off", Chat._switch_markdown),
-    ChatCommand("/stats", "show figures of the conversation", Chat._stats),
-    ChatCommand("/exit", "leave, as does Ctrl-D", None, aliases=("/quit", "/bye")),
-)
-
-NAMES = {name: command for command in COMMANDS for name in (command.name, *command.aliases)}
+NAMES = {name: spelling for spelling in COMMANDS for name in re.findall(r"/\w+", spelling)}
 
 KEYS = (
     ("Enter", "sends the message; pasted lines are one message"),
-    ("Alt-Enter", "a new line; so do Ctrl-J, and \\ at a line's end"),
+    ("Alt-Enter", "a new line; so does Ctrl-J"),
     ("Up, Ctrl-R", "earlier messages; Tab completes commands and files"),
     ("Ctrl-C", "stops an answer, or clears the line; twice leaves"),
 )
@@ -447,12 +412,12 @@ KEYS = (
 
 def help_text() -> str:
     """The list of commands and keys."""
-    rows = [(", ".join([one.spelling, *one.aliases]), one.help) for one in COMMANDS]
+    rows = *((spelling, about) for spelling, (about, _) in COMMANDS.items()), *KEYS
     width = max(len(name) for name, _ in rows) + 2
-    return "\n".join(f"{name:{width}}{text}" for name, text in (*rows, *KEYS))
+    return "\n".join(f"{name:{width}}{text}" for name, text in rows)
 
 
-def command_in(message: str) -> tuple[ChatCommand, str] | None:
+def command_in(message: str) -> tuple[Command, str] | None:
     """The command in a message and its argument, or None if the message is text to be answered.
 
     A command begins with a slash. A message with a space before the slash is text, and so is one
@@ -464,15 +429,15 @@ def command_in(message: str) -> tuple[ChatCommand, str] | None:
     word, *rest = message.split(maxsplit=1) if message.startswith("/") else [""]
     if not _COMMAND.fullmatch(word):
         return None
-    argument = rest[0].strip() if rest else ""
-    command = NAMES.get(word)
-    if command is None:
+    if word not in NAMES:
         close = get_close_matches(word, NAMES, 1)
         guess = f"did you mean {close[0]}?" if close else "/help lists them"
         raise OptionError(f"unknown command {word} ({guess}); {_OR_TEXT}")
-    if bool(argument) > bool(command.takes) or (command.takes == "file" and not argument):
-        raise OptionError(f"write it as {command.spelling}; {_OR_TEXT}")
-    return command, argument
+    spelling, argument = NAMES[word], "".join(rest).strip()
+    _, run = COMMANDS[spelling]
+    if (" FILE" in spelling and not argument) or (argument and spelling.split()[-1] in NAMES):
+        raise OptionError(f"write it as {spelling}; {_OR_TEXT}")
+    return run, argument
 
 
 # --- a model in this process ---
@@ -490,6 +455,7 @@ class LocalModel:
         name: the model's name, as the user gave it.
         decoder: the loaded model.
         session: holds the KV cache of the conversation.
+        context_length: in tokens; None if unknown.
 
     Raises:
         MlxspecError: it cannot be loaded, or has no chat template.
@@ -506,13 +472,6 @@ class LocalModel:
         self._use(model_or_default(generation.model))
 
     @property
-    def context_length(self) -> int | None:
-        """The length of the model's context in tokens; None if unknown."""
-        from ...engine.model_sizes import context_length
-
-        return context_length(self.decoder.model)
-
-    @property
     def predicted_cost(self) -> float:
         """The cost of the last answer's steps, in plain steps; 0 if unknown."""
         return self.decoder.predicted_cost
@@ -523,11 +482,9 @@ class LocalModel:
         Raises:
             PromptError: the template fails, for example because it takes no system prompt.
         """
-        from ...models.chat_template import apply_template
+        from ...models.chat_template import conversation_ids
 
-        how = {"add_generation_prompt": True, **self._template_arguments}
-        tokens: list[int] = apply_template(self.decoder.tokenizer, messages, **how)
-        return tokens
+        return conversation_ids(self.decoder.tokenizer, messages, self._template_arguments)
 
     def stream(
         self, generation: Generation, tokens: Sequence[int], on_progress: Progress
@@ -572,6 +529,7 @@ class LocalModel:
 
     def _use(self, name: str) -> None:
         """Load a model; only the first has the head and the adapters of the command line."""
+        from ...engine.model_sizes import context_length
         from ...generation.session import Session
 
         asked = self._first
@@ -585,6 +543,7 @@ class LocalModel:
                 "'mlxspec generate --raw'"
             )
         self.name, self.decoder, self.session = name, decoder, Session()
+        self.context_length = context_length(decoder.model)
 
 
 # --- saved chats ---

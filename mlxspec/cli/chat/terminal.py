@@ -36,13 +36,13 @@ from rich.theme import Theme
 from ...errors import MlxspecError, PromptError
 from ...terminal import visible, wants_color
 from ..common.notes import note
-from . import NAMES
+from . import COMMANDS, NAMES
 
 
 def message_reader(
     history: bool, models: Callable[[], list[str]], color: bool | None
-) -> Callable[[], str | None]:
-    """Make a function that reads the next message; it returns None at the end of the input.
+) -> Callable[[], str]:
+    """Make a function that reads the next message; at the end of the input it raises EOFError.
 
     At a terminal it raises :class:`KeyboardInterrupt` if Ctrl-C is pressed at an empty prompt.
 
@@ -59,7 +59,7 @@ def message_reader(
 
 def terminal_reader(
     history: bool, models: Callable[[], list[str]], color: bool
-) -> Callable[[], str | None]:
+) -> Callable[[], str]:
     """As :func:`message_reader`, with line editing, where pasted lines are one message."""
     output = create_output()
     if isinstance(output, Vt100_Output):
@@ -79,24 +79,17 @@ def terminal_reader(
         color_depth=None if color else ColorDepth.DEPTH_1_BIT,
         output=output,
     )
-
-    def read() -> str | None:
-        try:
-            return _unquoted(session.prompt().rstrip("\n"))
-        except EOFError:
-            return None
-
-    return read
+    return lambda: _unquoted(session.prompt().rstrip("\n"))
 
 
-def read_line() -> str | None:
+def read_line() -> str:
     """Read a line as a message.
 
-    Three double quotes begin a message of several lines, which ends with the next three. A
-    backslash at the end of a line continues the message on the next line.
+    Three double quotes begin a message of several lines, which ends with the next three.
 
     Raises:
         PromptError: it is not UTF-8 text.
+        EOFError: there is none.
     """
     if sys.stdin.isatty():
         click.echo("> ", nl=False, err=True)
@@ -106,10 +99,12 @@ def read_line() -> str | None:
             message += line.decode("utf-8-sig").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise PromptError("standard input is not UTF-8 text: convert it to UTF-8") from error
-        if not (_is_open(message) or message.endswith("\\")):
+        if not _is_open(message):
             break
-        message = message.removesuffix("\\") + "\n"
-    return _unquoted(message) if message or line else None
+        message += "\n"
+    if not (message or line):
+        raise EOFError
+    return _unquoted(message)
 
 
 _QUOTES = '"""'
@@ -130,7 +125,7 @@ def _unquoted(text: str) -> str:
 
 def kept_history() -> History:
     """The messages of earlier chats, in a file that only the user may read."""
-    from ...corpus import data_directory
+    from ...corpus.answers import data_directory
 
     path = data_directory() / "chat_history"
     try:
@@ -156,19 +151,19 @@ class ChatCompleter(Completer):
                 return models()
             return []
 
-        help_texts = {name: command.help for name, command in NAMES.items()}
+        help_texts = {name: COMMANDS[spelling][0] for name, spelling in NAMES.items()}
         directories = PathCompleter(expanduser=True, only_directories=True)
         self._commands = WordCompleter([*NAMES], meta_dict=help_texts, sentence=True)
         self._arguments = {
-            "file": PathCompleter(expanduser=True),
-            "model": merge_completers([WordCompleter(known, sentence=True), directories]),
+            "FILE": PathCompleter(expanduser=True),
+            "[NAME]": merge_completers([WordCompleter(known, sentence=True), directories]),
         }
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
         word, space, rest = document.text_before_cursor.partition(" ")
         if not space:
             return self._commands.get_completions(document, event)
-        takes = NAMES[word].takes if word in NAMES else ""
+        *_, takes = NAMES.get(word, "").split(" ")
         argument = self._arguments.get(takes, DummyCompleter())
         return argument.get_completions(Document(rest.lstrip()), event)
 
@@ -185,14 +180,10 @@ def _bindings() -> KeyBindings:
 
     @bindings.add("enter", filter=typing)
     def _enter(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
-        if buffer.document.char_before_cursor == "\\":
-            buffer.delete_before_cursor()
-            buffer.insert_text("\n")
-        elif _is_open(buffer.text):
-            buffer.insert_text("\n")
+        if _is_open(event.current_buffer.text):
+            event.current_buffer.insert_text("\n")
         else:
-            buffer.validate_and_handle()
+            event.current_buffer.validate_and_handle()
 
     @bindings.add("escape", "enter", filter=typing)
     @bindings.add("c-j", filter=typing)

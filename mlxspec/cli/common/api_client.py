@@ -8,9 +8,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import contextmanager
+from dataclasses import replace
 from http.client import HTTPException, HTTPResponse
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ...engine.params import CacheOptions
 from ...errors import OptionError, PromptError
@@ -18,7 +19,7 @@ from ...models.model_files import given_name
 from .generation import API_KEY, DraftingOptions, Generation, room_for, without_first_space
 
 if TYPE_CHECKING:
-    from ...generation.response import GenerationResponse, SpeculationStats
+    from ...generation.response import GenerationResponse
     from ...models.chat_template import Messages
 
 _SILENCE = 60.0  # seconds; mlxspec serve sends keep-alives sooner
@@ -52,55 +53,54 @@ class ApiClient:
         try:
             listed = self.ask("/v1/models")["data"]
             models = {model["id"]: model.get("context_length") for model in listed}
-            names = [*models]
-            name = first or names[0]
-        except (AttributeError, LookupError, TypeError, json.JSONDecodeError) as error:
+            name = first or next(iter(models))
+        except (AttributeError, LookupError, TypeError, StopIteration) as error:
             raise OptionError(
                 f"--server {self.address} sent no list of models: start one with 'mlxspec serve'"
             ) from error
+        name = name if name in models else given_name(name)
         if name not in models:
-            name = given_name(name)
-        if name not in models:
-            raise OptionError(f"--model is {first}: choose one of the server's: {', '.join(names)}")
+            raise OptionError(f"--model is {name}: choose one of the server's: {', '.join(models)}")
         return {name: models[name], **models}
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """Send a request and parse the JSON answer.
-
-        Args:
-            path: the path below the address.
-            body: the JSON of a POST request; None sends a GET request.
+        """Send a request, a POST if it has a body, and parse the JSON answer.
 
         Raises:
             OptionError: no mlxspec server answers.
             PromptError: the server reports an error.
         """
-        with closing(self.open(path, body)) as answer:
+        with self._open(path, body) as answer:
             return json.loads(answer.read())
 
-    def open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
-        """Send a request; the arguments and errors are the same as for :meth:`ask`."""
+    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Send a request and parse the events of its answer; errors are as for :meth:`ask`."""
+        with self._open(path, body) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line.removeprefix(b"data: "))
+
+    @contextmanager
+    def _open(self, path: str, body: dict[str, Any] | None) -> Iterator[HTTPResponse]:
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY):
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self.address + path, data, headers)
-            return cast(HTTPResponse, self._opener.open(request, timeout=_SILENCE))
+            with self._opener.open(request, timeout=_SILENCE) as answer:
+                yield answer
         except urllib.error.HTTPError as error:
-            with error:
-                try:
-                    message = json.loads(error.read())["error"]["message"]
-                except (OSError, ValueError, LookupError, TypeError, HTTPException):
-                    message = f"{error.code} {error.reason}"
-                remedy = f"; {API_KEY} must hold the server's key" if error.code == 401 else ""
-                raise PromptError(f"--server {self.address}: {message}{remedy}") from error
+            try:
+                message = json.loads(error.read())["error"]["message"]
+            except (OSError, ValueError, LookupError, TypeError, HTTPException):
+                message = error
+            remedy = f"; {API_KEY} must hold the server's key" if error.code == 401 else ""
+            raise PromptError(f"--server {self.address}: {message}{remedy}") from error
         except (OSError, ValueError, HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            reason = getattr(reason, "strerror", None) or reason
             raise OptionError(
-                f"--server {self.address}: {reason}; start one with 'mlxspec serve', or give the "
-                "address that it prints"
+                f"--server {self.address}: {getattr(error, 'reason', error)}; start one with "
+                "'mlxspec serve', or give the address that it prints"
             ) from error
 
 
@@ -176,7 +176,9 @@ class RemoteModel:
             tokens: the prompt.
             on_progress: unused: the server reports no progress.
         """
-        from ...generation.response import SpeculationStats
+        import mlx.core as mx
+
+        from ...generation.response import GenerationResponse, SpeculationStats
 
         params = vars(generation.sampling)
         body = {
@@ -191,67 +193,23 @@ class RemoteModel:
             "stream_options": {"include_usage": True},
             "mlxspec": {"drafts": True},
         }
-        reason, begun, pieces = None, 0.0, 0
-        trimmed = without_first_space(True)
-        with closing(self._client.open("/v1/completions", body)) as answer:
-            for chunk in _events(answer):
-                if "error" in chunk:
-                    raise PromptError(f"the server: {chunk['error'].get('message')}")
-                for choice in chunk["choices"]:
-                    begun = begun or time.perf_counter()
-                    reason = choice["finish_reason"] or reason
-                    for text, accepted in choice.get("mlxspec", {}).get("drafts", ()):
-                        pieces += 1  # until the end, each counts as one token
-                        stats = SpeculationStats(pieces, pieces, emitted=pieces)
-                        yield trimmed(response(text, accepted, len(tokens), stats, begun))
-                if usage := chunk.get("usage"):
-                    last = response("", False, len(tokens), _stats(usage), begun)
-                    last.reused_tokens = usage["prompt_tokens_details"]["cached_tokens"]
-                    last.finish_reason = reason
-                    yield last
-
-
-def _events(answer: HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Parse server-sent events into chunks.
-
-    Raises:
-        PromptError: the connection was lost.
-    """
-    try:
-        for line in answer:
-            if line.startswith(b"data: {"):
-                yield json.loads(line.removeprefix(b"data: "))
-    except (OSError, ValueError, HTTPException) as error:  # ValueError: within a line
-        raise PromptError(f"the connection to the server was lost ({error}): try again") from error
-
-
-def _stats(usage: dict[str, Any]) -> SpeculationStats:
-    """The figures of an answer, from the usage that the server reports."""
-    from ...generation.response import SpeculationStats
-
-    generated, details = usage["completion_tokens"], usage["completion_tokens_details"]
-    accepted = details["accepted_prediction_tokens"]
-    drafted = accepted + details["rejected_prediction_tokens"]
-    steps = max(1, generated - accepted)
-    return SpeculationStats(steps, steps + drafted, drafted, accepted, generated)
-
-
-def response(
-    text: str, accepted: bool, prompt_tokens: int, stats: SpeculationStats, begun: float
-) -> GenerationResponse:
-    """Make a response with the figures that the client knows.
-
-    Args:
-        text: a piece of the answer.
-        accepted: whether it consists of accepted draft tokens.
-        prompt_tokens: the number of prompt tokens.
-        stats: figures of the answer so far.
-        begun: when the first piece arrived.
-    """
-    import mlx.core as mx
-
-    from ...generation.response import GenerationResponse
-
-    speed = stats.emitted / max(time.perf_counter() - begun, 1e-6)
-    known = accepted, prompt_tokens, 0.0, stats.emitted, speed, 0.0
-    return GenerationResponse(text, -1, mx.array([]), *known, stats=stats)
+        last = GenerationResponse("", -1, mx.array([]), False, len(tokens), 0.0, 0, 0.0, 0.0)
+        begun, trimmed = 0.0, without_first_space(True)
+        for chunk in self._client.events("/v1/completions", body):
+            if "error" in chunk:
+                raise PromptError(f"the server: {chunk['error'].get('message')}")
+            for choice in chunk["choices"]:
+                begun = begun or time.perf_counter()
+                last.finish_reason = choice["finish_reason"] or last.finish_reason
+                for text, accepted in choice.get("mlxspec", {}).get("drafts", ()):
+                    yield trimmed(replace(last, text=text, from_draft=accepted))
+            if usage := chunk.get("usage"):
+                generated, details = usage["completion_tokens"], usage["completion_tokens_details"]
+                accepted = details["accepted_prediction_tokens"]
+                drafted = accepted + details["rejected_prediction_tokens"]
+                steps = max(1, generated - accepted)
+                last.stats = SpeculationStats(steps, steps + drafted, drafted, accepted, generated)
+                last.generation_tokens = generated
+                last.generation_tps = generated / (time.perf_counter() - begun)
+                last.reused_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+                yield last

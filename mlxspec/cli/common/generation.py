@@ -6,7 +6,7 @@ all that needs no model. The instance then loads the model and generates with it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -17,7 +17,7 @@ import click
 import mlxspec
 
 from ...engine.params import CacheOptions, Constraint, SamplingParams
-from ...errors import MlxspecError, OptionError
+from ...errors import OptionError
 from .model_choice import MODEL, model_or_default
 from .notes import note
 from .options import (
@@ -28,9 +28,11 @@ from .options import (
     NAME,
     NO_HEAD,
     NO_MEMORY,
+    Decorator,
+    all_of,
     check_one,
-    nested,
     option_field,
+    options_of,
 )
 from .output import ProgressBar
 from .prompt import read_text
@@ -95,7 +97,6 @@ class DraftingOptions:
         "Draft at most N tokens with --draft-model.",
         default=2,
         type=COUNT,
-        needs=("--draft-model",),
     )
     head: str | None = _auto(*HEAD, type=MODEL)
     no_head: bool = option_field(*NO_HEAD, default=False)
@@ -195,9 +196,9 @@ class Generation:
 
     model: str | None
     max_tokens: int
-    drafting: DraftingOptions = nested(DraftingOptions, "Drafting")
-    sampling: SamplingParams = nested(SamplingParams, "Sampling")
-    caches: CacheOptions = nested(CacheOptions, "Memory")
+    drafting: DraftingOptions
+    sampling: SamplingParams
+    caches: CacheOptions
     stop: tuple[str, ...] = _end("--stop TEXT", "End before TEXT; repeatable.", default=())
     stop_tokens: tuple[int | str, ...] = _end(
         "--stop-token --extra-eos-token TOKEN",
@@ -227,9 +228,9 @@ class Generation:
         """The form of the output; None for any."""
         check_one(**{name: getattr(self, name) for name in FORMS})
         if self.json_schema is not None:
-            return _read_form("--json-schema", self.json_schema, Constraint.json_schema)
+            return Constraint.json_schema(read_text("--json-schema", self.json_schema))
         if self.grammar is not None:
-            return _read_form("--grammar", self.grammar, Constraint.grammar)
+            return Constraint.grammar(read_text("--grammar", self.grammar))
         return None if self.regex is None else Constraint.regex(self.regex)
 
     def load(
@@ -242,13 +243,13 @@ class Generation:
         """Load the model, and measure the cost of its steps if that is needed and unknown.
 
         Args:
-            console: shows the progress of the measurement; None leaves it to :func:`measure`.
+            console: shows the progress of the measurement; None leaves it to the caller.
             memories: hold the earlier answers to draft from.
             leader: splits the model over its ranks; None for one process.
             on_read: as for :func:`.models.model.evaluate`.
         """
-        from ...corpus import Memory
-        from ...corpus.store import open_store
+        from ...corpus.memory import Memory
+        from ...corpus.store import Store
         from ...drafting.drafter import load_drafter
         from ...engine.draft_model import DraftModelDrafter, check_vocabularies
         from ...generation.drafting import Auto
@@ -256,12 +257,11 @@ class Generation:
         from ...models.model import load
 
         drafting = self.drafting
-        for name, given in (("adapter-path", self.adapter_path), ("head", drafting.head)):
-            if leader and given is not None:
-                raise OptionError(
-                    f"--{name} is not for a model that is split over several machines: leave it "
-                    "out, or run without mlx.launch"
-                )
+        if leader and (self.adapter_path is not None or drafting.head is not None):
+            raise OptionError(
+                "--adapter-path and --head are not for a model that is split over several "
+                "machines: leave them out, or run without mlx.launch"
+            )
         name = model_or_default(self.model)
         extra: Callable[[], Drafter] | None = None
         draft_model = head = None
@@ -281,7 +281,7 @@ class Generation:
         if drafting.fixed:
             drafts_from = drafting.fixed
         else:
-            store = None if drafting.store is None else open_store(drafting.store, tokenizer)
+            store = None if drafting.store is None else Store(drafting.store, tokenizer)
             memory = memories.of(tokenizer, name) or Memory()
             drafts_from = Auto(memory, store, extra, head=head)
         bar = ProgressBar("Measuring step times", console=console) if console else None
@@ -289,9 +289,9 @@ class Generation:
         decoder.keeps_experience = memories.keeps
         if draft_model is not None:
             check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
-        if bar:
+        if bar and decoder.plans:
             with bar:
-                measure(decoder)
+                _ = decoder.costs  # a trained head is attached and measured before
         return decoder
 
     def request(
@@ -373,28 +373,14 @@ class Generation:
             note(f"the model's context of {length:,} tokens is full: the output ends there")
 
 
-def measure(decoder: Decoder) -> None:
-    """Measure the cost of a decoder's steps, if that is needed and unknown.
-
-    A trained head is attached and measured before.
-    """
-    if decoder.plans:
-        _ = decoder.costs
-
-
-def _read_form(option: str, file: str, read: Callable[[str], Constraint]) -> Constraint:
-    """Read a constraint from the file of an option.
-
-    Raises:
-        PromptError: the file cannot be read.
-        OptionError: it does not hold such a constraint.
-    """
-    source = f"{option} {file}"
-    text = read_text(file, source)
-    try:
-        return read(text)
-    except MlxspecError as error:
-        raise OptionError(f"{source}: {error}") from error
+def generation_options(leave_out: Collection[str] = ()) -> Decorator:
+    """The options of :class:`Generation`; a command gets it as ``generation``."""
+    return all_of(
+        options_of(DraftingOptions, "drafting", "Drafting"),
+        options_of(SamplingParams, "sampling", "Sampling"),
+        options_of(CacheOptions, "caches", "Memory"),
+        options_of(Generation, "generation", leave_out=leave_out),
+    )
 
 
 def without_first_space(applies: bool) -> Callable[[GenerationResponse], GenerationResponse]:

@@ -48,6 +48,12 @@ def _json_object(text: str) -> Mapping[str, Any]:
     return value
 
 
+def token_ids(text: str) -> list[int]:
+    """Parse token ids with commas or spaces between them."""
+    words = text.replace(",", " ").split() or [text]  # an empty text is no id
+    return [int(word) for word in words]
+
+
 _EXAMPLE = "'{\"enable_thinking\": false}'"
 _TEMPLATE = "Chat template"
 _in_template = partial(option_field, group=_TEMPLATE)
@@ -82,8 +88,8 @@ class PromptOptions:
         "before it.",
         type=NAME,
     )
-    prompt_ids: str | None = option_field(
-        "--prompt-ids IDS", "The prompt as token ids: 1,415,2936."
+    prompt_ids: list[int] | None = option_field(  # noqa: RUF009
+        "--prompt-ids IDS", "The prompt as token ids: 1,415,2936.", type=token_ids
     )
     chat: bool | None = _in_template(
         "--chat/--raw",
@@ -100,10 +106,7 @@ class PromptOptions:
     def __post_init__(self) -> None:
         given = self.for_template()
         if given and (self.prompt_ids is not None or self.chat is False):
-            raise OptionError(
-                f"{given[0]} is for a text in the chat template: leave it out with --prompt-ids "
-                "and --raw"
-            )
+            raise OptionError(f"{given[0]} {_NEEDS_TEMPLATE}")
 
     def for_template(self) -> list[str]:
         """The given options that apply only to a text in a chat template."""
@@ -143,15 +146,15 @@ class PromptOptions:
         if given[:2] == ["PROMPT", "--prompt"] or ("--prompt-ids" in given and len(given) > 1):
             raise PromptError(f"{' and '.join(given)} are given together: choose one")
         if self.prompt_ids is not None:
-            return _parse_ids(self.prompt_ids)
+            return self.prompt_ids
         instruction = self.prompt if self.argument is None else self.argument
         parts: list[str] = []
         if self.prompt_file is not None:
-            parts.append(read_text(self.prompt_file, f"--prompt-file {self.prompt_file}"))
+            parts.append(read_text("--prompt-file", self.prompt_file))
         elif piped and instruction != "-" and (text := _piped_text(waits=instruction is None)):
             parts.append(text)
         if instruction == "-":
-            parts.append(read_text("-", "standard input"))
+            parts.append(read_text(given[0], instruction))
         elif instruction is not None:
             # Python has made lone surrogates of bytes that are not UTF-8.
             parts.append(_decode(instruction.encode(errors="surrogateescape"), given[0]))
@@ -168,18 +171,14 @@ class PromptOptions:
         Raises:
             OptionError: a template is required, and the model has none, or the prompt is token ids.
         """
-        is_text, given = isinstance(prompt, str), self.for_template()
-        if not is_text and isinstance(prompt[0], dict):
-            is_text, given = True, ['"messages"', *given]
-            if self.chat is False:
-                raise OptionError('"messages" need the chat template: leave out --raw')
-        if given and not is_text:
-            raise OptionError(f"token ids are in no chat template: leave out {given[0]}")
-        if given and not tokenizer.has_chat_template:
-            raise OptionError(
-                f"{given[0]}: this model's tokenizer has no chat template, leave it out"
-            )
-        return is_text and (tokenizer.has_chat_template if self.chat is None else self.chat)
+        is_ids = not isinstance(prompt, str) and isinstance(prompt[0], int)
+        uses = tokenizer.has_chat_template and self.chat is not False and not is_ids
+        needing = self.for_template()
+        if not (is_ids or isinstance(prompt, str)):
+            needing.append('"messages"')
+        if needing and not uses:
+            raise OptionError(f"{needing[0]} {_NEEDS_TEMPLATE}")
+        return uses
 
     def turns(self, messages: Messages, ended: bool = True) -> tuple[Messages, dict[str, Any]]:
         """Complete a conversation for the chat template.
@@ -190,15 +189,15 @@ class PromptOptions:
 
         Returns:
             the conversation with the given system prompt, if it lacks one, and with the beginning
-            of the answer, and the arguments for ``apply_chat_template`` of transformers.
+            of the answer, and the arguments for :func:`.chat_template.conversation_ids`.
         """
         if self.system_prompt is not None and all(one["role"] != "system" for one in messages):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         if ended and self.prefill_response:
             messages = [*messages, {"role": "assistant", "content": self.prefill_response}]
             ended = False
-        turn = {"add_generation_prompt": True} if ended else _UNENDED
-        return messages, {**turn, **(self.chat_template_config or {})}
+        how = {} if ended else {"add_generation_prompt": False, "continue_final_message": True}
+        return messages, {**how, **(self.chat_template_config or {})}
 
     def encoded(
         self, prompt: Prompt, tokenizer: TokenizerWrapper, ended: bool = True
@@ -214,9 +213,10 @@ class PromptOptions:
             the ids, and whether the prompt went into the chat template.
 
         Raises:
-            OptionError: a template is required, and the model has none, or it fails.
+            OptionError: a template is required, and the model has none.
+            PromptError: the template fails.
         """
-        from ...models.chat_template import apply_template
+        from ...models.chat_template import conversation_ids
         from ...models.model import encode_prompt
 
         if not self.uses_template(prompt, tokenizer):
@@ -224,28 +224,21 @@ class PromptOptions:
             return ids, False
         messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         messages, how = self.turns(messages, ended)
-        try:
-            return apply_template(tokenizer, messages, **how), True
-        except PromptError as error:
-            raise OptionError(f"{error}: use --raw, or no options of the chat template") from error
+        return conversation_ids(tokenizer, messages, how), True
 
 
-_UNENDED = {"add_generation_prompt": False, "continue_final_message": True}
+_NEEDS_TEMPLATE = "needs a chat template, which --raw, token ids and some models lack: leave it out"
 
 
-def read_text(name: str, source: str) -> str:
-    """Read a file of UTF-8 text, or standard input as -; ``source`` names it in errors.
+def read_text(option: str, file: str) -> str:
+    """Read the UTF-8 text in an option's file, or from standard input as -.
 
     Raises:
-        PromptError: it cannot be read, is empty, or not text.
+        PromptError: it is empty, or not text.
+        OSError: it cannot be read.
     """
-    try:
-        with click.open_file(name, "rb") as file:
-            return _text(file.read(), source)
-    except OSError as error:
-        raise PromptError(
-            f"{source} cannot be read ({error.strerror}): name a readable text file"
-        ) from error
+    with click.open_file(file, "rb") as opened:
+        return _text(opened.read(), f"{option} {file}")
 
 
 def _piped_text(waits: bool) -> str | None:
@@ -277,13 +270,6 @@ def _begins(pipe: int, waits: bool) -> bool:
         return True
     note("the open pipe is silent: using the prompt alone; --prompt-file - waits for the pipe")
     return False
-
-
-def _parse_ids(ids: str) -> list[int]:
-    words = ids.replace(",", " ").split()
-    if not words or not all(word.isdecimal() for word in words):
-        raise PromptError(f"--prompt-ids is {ids!r}: write token ids, for example 1,415,2936")
-    return [int(word) for word in words]
 
 
 def _text(data: bytes, source: str) -> str:
