@@ -306,12 +306,10 @@ class LiveTimes:
         expected = math.log(self._time(own, context)) + float(parts @ self._shared) + own.value
         error = math.log(seconds) - expected
         covariance = self._covariance + change
-        doubtful = rows > self._beyond and self._doubt > 0
-        if doubtful:  # this step settles it for all
-            own.variance, self._doubt = own.variance + self._doubt, 0.0
+        doubt = self._doubt if rows > self._beyond else 0.0
         # Rounding may leave a little less than nothing of what is known well.
-        shared_variance = max(float(parts @ covariance @ parts), 0.0)
-        variance = shared_variance + own.variance + self._noise
+        alone = own.variance + doubt + self._noise
+        variance = max(float(parts @ covariance @ parts), 0.0) + alone
         if own.latest is not None:
             self._learn_noise(error - own.latest)
         own.latest = error
@@ -334,9 +332,15 @@ class LiveTimes:
         self._shared = self._shared + gain * shared
         self._covariance = covariance - shared[:, None] * (shared / variance)
         own.value += own.variance * gain
-        own.variance -= own.variance**2 / variance
+        settled = (own.variance + doubt) / variance  # by this step, of both together
+        own.variance -= own.variance * settled
+        if doubt:
+            for other_rows, other in self._rows.items():
+                if other_rows > self._beyond:
+                    other.value += doubt * gain
+            self._doubt -= doubt * settled
         changes = (abs(self._correction(one) - one.in_curve) for one in self._rows.values())
-        if doubtful or any(change > _NOTICEABLE for change in changes):
+        if doubt > 0 or any(change > _NOTICEABLE for change in changes):
             self._forget_curves()
 
     def ran(self, rows: int) -> None:
