@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..corpus.suffix_index import common_length
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
 from ..errors import OptionError
 from .capability import capability_with
@@ -75,12 +76,7 @@ class DraftModelDrafter(Drafter):
         return DraftTree.chain(self._context[-1], self._draft, "draft model")
 
     def observe(self, step: VerifiedStep) -> None:
-        right = 0
-        while right < min(len(self._draft), len(step.tokens)) and (
-            self._draft[right] == step.tokens[right]
-        ):
-            right += 1
-        right += len(self._context)
+        right = len(self._context) + common_length(self._draft, [*step.tokens])
         self._context += step.tokens
         kept = min(right, len(self._context) - 1)  # the last token runs in the next step
         with mx.stream(generation_stream):

@@ -157,10 +157,8 @@ class Sequence:
         """
         self._started = time.perf_counter() - self._uncounted
         max_depth = self.max_depth
-        if plan is None:
-            proposed = self.drafter.propose(max_depth)
-        else:
-            proposed = cast("Planner", self.drafter).draft(plan)
+        planner = cast("Planner", self.drafter)
+        proposed = planner.draft(plan) if plan else self.drafter.propose(max_depth)
         tree = self._fitting(proposed, max_depth)
         on_gpu = mx.default_device().type == mx.gpu
         self._drafting = 0.0 if on_gpu else time.perf_counter() - self._started
@@ -410,14 +408,14 @@ def dispatch(
     rows = {sequence: sequence.rows(ahead) for sequence in sequences}
     n_rows = sum(len(tree) for _, _, tree in rows.values())
     with mx.stream(generation_stream):
-        spans: abc.Sequence[slice | None] = [None]
+        spans = [slice(None)]
         if joint and len(rows) > 1:
             logits, spans = joint.forward([*rows.values()])
         else:
             ((target, tokens, tree),) = rows.values()
             logits = target.forward(tokens, tree)
         forwards = {
-            sequence: Forward(logits if span is None else logits[span], n_rows, len(rows), ahead)
+            sequence: Forward(logits[span], n_rows, len(rows), ahead)
             for sequence, span in zip(rows, spans, strict=True)
         }
         if any(sequence.chooser.grammar for sequence in rows):
