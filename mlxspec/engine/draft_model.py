@@ -68,7 +68,7 @@ class DraftModelDrafter(Drafter):
         # Lazy: all tokens are read at once, after the last forward was dispatched.
         drafted: list[mx.array] = []
         if count > 0:
-            rows = mx.array(self._unseen())
+            rows = mx.array(self._readable(self._context[self._target.length :]))
             for place in range(count):
                 rows = self._next_token(rows, place)
                 drafted.append(rows)
@@ -84,10 +84,6 @@ class DraftModelDrafter(Drafter):
 
     def end(self) -> None:
         self._attached = None  # frees the target's caches
-
-    def _unseen(self) -> list[int]:
-        """The context's tokens that the draft model has not seen, at least the last one."""
-        return self._readable(self._context[self._target.length :])
 
     def _readable(self, tokens: Sequence[int]) -> list[int]:
         """The tokens, with 0 for ids in the target's padding that the draft model lacks."""

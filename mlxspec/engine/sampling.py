@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .grammar import Grammar
     from .target import Target
 
+_COLDEST = 1e-30  # logit differences divided by this stay within float32
 _LONGEST = 2**31 - 1  # tokens; MLX cannot index further back
 
 Perturb = Callable[[mx.array, Sequence[int]], mx.array]
@@ -160,7 +161,7 @@ class Chooser:
             return logprobs
         kept = self._filtered(logprobs, positions).astype(mx.float32)
         # Relative to the best token, so at low temperatures only other tokens can overflow.
-        tempered = (kept - kept.max(axis=-1, keepdims=True)) * (1 / self.params.temp)
+        tempered = (kept - kept.max(axis=-1, keepdims=True)) / max(self.params.temp, _COLDEST)
         size = logprobs.shape[-1]
         return tempered + _by_position(
             self._noise_word, positions, lambda key: mx.random.gumbel((size,), key=key)

@@ -193,11 +193,11 @@ class Sequence:
         assert self.ahead
         if self.ahead.logits is not None:
             with mx.stream(generation_stream):
-                self.choose(self.ahead, (self.target, mx.array([self.last]), self.tree))
+                self.choose(self.ahead, self.tree)
                 mx.async_eval(self.ahead.arrays)
         self.forward, self.ahead = self.ahead, None
 
-    def choose(self, forward: Forward, rows: JointRows, unknown: bool = False) -> None:
+    def choose(self, forward: Forward, tree: DraftTree, unknown: mx.array | None = None) -> None:
         """Choose the target's token after each row of a forward, lazily.
 
         The tokens that a constraint allows after a row depend on the row's token. While that is
@@ -205,18 +205,17 @@ class Sequence:
 
         Args:
             forward: this sequence's.
-            rows: the rows of the forward.
-            unknown: whether the token of its single row has not been read yet.
+            tree: its rows.
+            unknown: the token of its single row, (1,), if that has not been read yet.
         """
         grammar = self.chooser.grammar
-        if forward.logits is None or (grammar and unknown):
+        if forward.logits is None or (grammar and unknown is not None):
             return
-        _, tokens, tree = rows
-        following = self.length + unknown
+        following = self.length + (unknown is not None)
         choices, logprobs = self.chooser.choose(
             forward.logits,
             [following + depth for depth in tree.depths],
-            self.chooser.contexts(tree, tokens if unknown else None),
+            self.chooser.contexts(tree, unknown),
             grammar.masks(tree) if grammar else None,
         )
         forward.set_choices(choices, logprobs, self.chooser.greedy)
@@ -424,7 +423,9 @@ def dispatch(
             choices, logprobs = sequences[0].chooser.choose(logits, ())
             for forward, span in zip(forwards.values(), spans, strict=True):
                 forward.set_choices(choices[span], logprobs[span], greedy=True)
-        chosen = each(lambda s: s.choose(forwards[s], rows[s], ahead), rows)
+        chosen = each(
+            lambda s: s.choose(forwards[s], rows[s][2], rows[s][1] if ahead else None), rows
+        )
     # Evaluate everything that outlives the step, since only this thread can read lazy arrays. The
     # choices do not depend on all caches, such as a recurrent layer's last state or the keys of a
     # sparse layer's index.
@@ -505,14 +506,10 @@ class Batch:
         if self._joint:
             self._joint.join(sequence.target)
 
-    def leave(self, sequence: Sequence, keep: bool = True) -> None:
-        """Remove a sequence, before it is closed.
-
-        Args:
-            keep: whether the content of its target's caches is still needed.
-        """
+    def leave(self, sequence: Sequence) -> None:
+        """Remove a sequence, before it is closed."""
         if self._joint:
-            self._joint.leave(sequence.target, keep)
+            self._joint.leave(sequence.target)
         for costs in self._costs_of.values():
             self._planned(costs.end)
 
