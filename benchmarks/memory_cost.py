@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxspec import corpus
-from mlxspec.corpus import Memory, identify
+from mlxspec.corpus.answers import KeptAnswers, identify
+from mlxspec.corpus.memory import Memory
 
 VOCABULARY = 32_000
 LOOKUPS = 5000
@@ -94,9 +94,7 @@ def _put(results, function, *arguments) -> None:  # type: ignore[no-untyped-def]
 
 def learn(directory: Path, tokens: int) -> float:
     """CPU seconds per token."""
-    memory = Memory(
-        kept=corpus.KeptAnswers(directory, identify(Words()), "", 10**9), on_trouble=print
-    )
+    memory = Memory(kept=KeptAnswers(directory, identify(Words()), "", 10**9), on_trouble=print)
     answers = Answers(tokens, 1)
     used = 0.0
     for number, answer in enumerate(answers.up_to(tokens)):
@@ -114,7 +112,7 @@ def draft(directory: Path, tokens: int) -> tuple[float, float, float, int]:
     """Seconds to open it, of the median look-up and of the 99th percentile; the number of files."""
     identity = identify(Words())
     started = time.perf_counter()
-    memory = Memory(kept=corpus.KeptAnswers(directory, identity), on_trouble=print)
+    memory = Memory(kept=KeptAnswers(directory, identity), on_trouble=print)
     opened = time.perf_counter() - started
     memory.settle()
     other = Answers(tokens, 2).answer(MOST)
@@ -133,7 +131,7 @@ def draft(directory: Path, tokens: int) -> tuple[float, float, float, int]:
 def keep_short(directory: Path, number: int) -> None:
     """Add short answers, without an index."""
     pick = np.random.default_rng(4)
-    kept = corpus.KeptAnswers(directory, identify(Words()), "", 10**9)
+    kept = KeptAnswers(directory, identify(Words()), "", 10**9)
     with kept.locked():
         for length in pick.integers(5, 21, number).tolist():
             kept.add((VOCABULARY * pick.random(length) ** 3).astype(np.int32).tobytes(), {})
@@ -143,9 +141,9 @@ def keep_short(directory: Path, number: int) -> None:
 def index_short(directory: Path) -> tuple[float, float]:
     """Seconds to build the index, and to find another process's answer (the median of nine)."""
     identity = identify(Words())
-    other = corpus.KeptAnswers(directory, identity, "", 10**9)
+    other = KeptAnswers(directory, identity, "", 10**9)
     started = time.perf_counter()
-    memory = Memory(kept=corpus.KeptAnswers(directory, identity, "", 10**9), on_trouble=print)
+    memory = Memory(kept=KeptAnswers(directory, identity, "", 10**9), on_trouble=print)
     memory.settle()
     indexed = time.perf_counter() - started
     costs = []

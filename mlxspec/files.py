@@ -4,8 +4,8 @@ New content is written to a temporary file next to its target. Once it is comple
 target in one step. Only regular files are ever replaced: links are not followed, and devices, pipes
 and sockets are not written to.
 
-The temporary file's name follows from the target's, and its writer holds a lock on it. So there is
-one writer at a time, and what a killed writer left is overwritten by the next one.
+The temporary file's name follows from the target's, so what a killed writer left is overwritten by
+the next one. A lock on the directory lets one file be written at a time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from .errors import FileError
 PRIVATE = 0o600
 """The mode of files that hold prompts or outputs: only their owner may read them."""
 SHARED = 0o644
-
-_MAX_NAME_BYTES = 200  # of a file's name within its temporary name; file systems allow 255
 
 
 def directory_in(variable: str) -> Path | None:
@@ -81,12 +79,14 @@ def replaced(path: Path, mode: int = PRIVATE) -> Iterator[BinaryIO]:
     """
     check_writable(path)
     partial = _beside(path, "partial")
-    with _one_line(path), _locked(partial, mode) as file:
+    with _one_line(path), _locked(path.parent):
+        partial.unlink(missing_ok=True)
         try:
-            file.truncate()
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            with os.fdopen(os.open(partial, flags, mode), "r+b") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(partial, path)
         except BaseException:
             partial.unlink(missing_ok=True)
@@ -106,50 +106,36 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
     Raises:
         FileError: it cannot be written.
     """
-    partial, old, lock = (_beside(path, kind) for kind in ("partial", "replaced", "lock"))
+    partial, old = _beside(path, "partial"), _beside(path, "replaced")
     with _one_line(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(lock, PRIVATE):
-            try:
-                for leftover in (partial, old):
-                    shutil.rmtree(leftover, ignore_errors=True)
-                partial.mkdir()
-                yield partial
-                if replace and path.exists():
-                    path.rename(old)
-                partial.rename(path)
-                shutil.rmtree(old, ignore_errors=True)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-                lock.unlink(missing_ok=True)
+        for leftover in (partial, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        try:
+            partial.mkdir()
+            yield partial
+            if replace and path.exists():
+                path.rename(old)
+            partial.rename(path)
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def _beside(path: Path, kind: str) -> Path:
-    name = os.fsdecode(os.fsencode(path.name)[:_MAX_NAME_BYTES])
-    return path.with_name(f".{name}.{kind}")
+    return path.with_name(f".{path.name}.{kind}")
 
 
 @contextmanager
-def _locked(path: Path, mode: int) -> Iterator[BinaryIO]:
-    """Open a file, created if it is missing, that no other process writes meanwhile."""
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, mode)
-        with os.fdopen(descriptor, "r+b") as file:
-            status = os.fstat(descriptor)
-            if status.st_uid != os.geteuid() or status.st_nlink > 1:
-                raise FileError(f"{path}: belongs to another user or file; remove it")
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_at(status, path):
-                yield file
-                return
-
-
-def _is_at(status: os.stat_result, path: Path) -> bool:
-    """Whether ``path`` still leads to a file that was opened; its last writer may have moved it."""
-    with suppress(FileNotFoundError):
-        return os.path.samestat(status, path.stat())
-    return False
+def _locked(directory: Path) -> Iterator[None]:
+    """Wait until no other thread or process has locked a directory, and lock it."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

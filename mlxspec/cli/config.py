@@ -27,10 +27,10 @@ from .settings import (
     KNOWN,
     MODEL,
     SettingsFile,
-    UserConfig,
     checked,
     config_path,
     load_config,
+    resolved,
 )
 
 _complete_key = names_completed(lambda: [*KEYS, ALIAS_PREFIX])
@@ -84,7 +84,7 @@ def set_command(key: str, value: str) -> None:
     if key == MODEL:
         read = _model(read, config)
     elif key not in KEYS:
-        read = config.resolved(_model(read, config))
+        read = resolved(_model(read, config))
     _write(key, read)
     say(f"{key} is {read}.")
 
@@ -93,39 +93,39 @@ def set_command(key: str, value: str) -> None:
 @_key
 def get_command(key: str) -> None:
     """Print the value of KEY; the exit status is 1 if it is not set."""
-    entries = load_config().entries()
-    if key not in entries:
+    config = load_config()
+    if key not in config:
         raise OptionError(f"{key} is not set: to set it, run mlxspec config set {key} VALUE")
-    click.echo(one_line(entries[key]))
+    click.echo(one_line(config[key]))
 
 
 @config_command.command("unset")
 @_key
 def unset_command(key: str) -> None:
     """Remove KEY from the settings."""
-    if key in load_config().entries():
+    if key in load_config():
         _write(key, None)
         say(f"{key} is no longer set.")
     else:
         say(f"{key} was not set.")
 
 
-def _show(config: UserConfig) -> None:
+def _show(config: dict[str, Any]) -> None:
     there = "" if config_path().exists() else " (does not exist yet)"
-    print_rows(("file", f"{config_path()}{there}"), *config.entries().items())
-    if not config.entries():
+    print_rows(("file", f"{config_path()}{there}"), *config.items())
+    if not config:
         say("Nothing is set. 'mlxspec config --help' lists the settings.")
     say(f"The default model is {model_or_default(None)}.")
 
 
-def _model(name: str, config: UserConfig) -> str:
+def _model(name: str, config: dict[str, Any]) -> str:
     """A model's name that is valid in every directory: a directory becomes an absolute path.
 
     Raises:
         OptionError: it is neither a directory nor the name of a repository.
     """
     directory = local_path(name)
-    if name == DEMO or name in config.aliases:
+    if name == DEMO or ALIAS_PREFIX + name in config:
         return name
     if directory.is_dir():
         return os.path.abspath(directory)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from operator import itemgetter
@@ -26,7 +26,8 @@ from .common.output import confirm, counted, print_rows, write_json
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..corpus import KeptAnswers, Memory
+    from ..corpus.answers import KeptAnswers
+    from ..corpus.memory import Memory
 
 
 _model_option = option(
@@ -37,7 +38,7 @@ _model_option = option(
 )
 
 
-class Memories:
+class Memories(ExitStack):
     """The memories that keep a command's answers, until the end of the ``with`` block.
 
     Models of one tokenizer share one. At the end the answers are on disk, and are sorted. If an
@@ -55,8 +56,9 @@ class Memories:
     """
 
     def __init__(self, keeps: bool = True) -> None:
-        from ..corpus import SWITCH, Settings, settings_in_force
+        from ..corpus.answers import SWITCH, Settings, settings_in_force
 
+        super().__init__()
         self.keeps = keeps
         self._settings = settings_in_force() if keeps else Settings()
         self._undecided = keeps and not os.environ.get(SWITCH)
@@ -69,7 +71,8 @@ class Memories:
             tokenizer: a model's tokenizer.
             model: what the user calls the model.
         """
-        from ..corpus import KeptAnswers, Memory, identify, memory_directory
+        from ..corpus.answers import KeptAnswers, identify, memory_directory
+        from ..corpus.memory import Memory
 
         if not self._settings.keeps_some:  # identifying a tokenizer takes a tenth of a second
             return None
@@ -82,7 +85,8 @@ class Memories:
             except FileError as error:
                 note(f"{error}; answers are remembered only until this command ends")
                 return None
-            self._memories[identity.fingerprint] = Memory(kept=kept, on_trouble=note)
+            memory = self._memories[identity.fingerprint] = Memory(kept=kept, on_trouble=note)
+            self.push(lambda kind, *_: memory.close(patience=0 if kind else None))
         return self._memories[identity.fingerprint]
 
     def suggest_once(self) -> None:
@@ -90,7 +94,7 @@ class Memories:
 
         Creates the memory's directory, which records that the suggestion was shown.
         """
-        from ..corpus import memory_directory
+        from ..corpus.answers import memory_directory
 
         if self._undecided and sys.stderr.isatty():
             with suppress(OSError):
@@ -99,13 +103,6 @@ class Memories:
                     "mlxspec can remember answers between runs and draft from them: "
                     "mlxspec memory on (shown once)"
                 )
-
-    def __enter__(self) -> Memories:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for memory in self._memories.values():
-            memory.close(patience=None if kind is None else 0)
 
 
 def _absolute(model: str) -> str:
@@ -162,7 +159,7 @@ def off_command(model: str | None) -> None:
 
 def _switch(model: str | None, keeps: bool, max_tokens: int | None = None) -> None:
     """Turn the memory on or off, for one tokenizer or all, and print what that means."""
-    from .. import corpus
+    from ..corpus import answers as corpus
 
     tokenizer, settings = _tokenizer_of(model), corpus.load_settings()
     settings = replace(settings, max_tokens=max_tokens or settings.max_tokens)
@@ -193,7 +190,7 @@ def show_command(model: str | None, as_json: bool) -> None:
     Of each tokenizer it shows the share of the answers' tokens that were accepted drafts from each
     source: the context, kept answers, a store, and so on. --json has these figures by day.
     """
-    from ..corpus import memory_directory, settings_in_force
+    from ..corpus.answers import memory_directory, settings_in_force
     from ..drafting.kept import experience_directory, kept_experience
 
     settings, kept, taught = settings_in_force(), _kept(_tokenizer_of(model)), kept_experience()
@@ -310,7 +307,7 @@ def _kept(tokenizer: Any) -> list[KeptAnswers]:
     Raises:
         FileError: the database cannot be read.
     """
-    from ..corpus import identify, kept_answers, memory_directory
+    from ..corpus.answers import identify, kept_answers, memory_directory
 
     wanted = identify(tokenizer).fingerprint if tokenizer else None
     found = kept_answers(memory_directory())
@@ -340,7 +337,7 @@ def _decoder(kept: KeptAnswers, tokenizer: Any) -> Callable[[np.ndarray], str]:
     Raises:
         LoadError: it cannot be loaded.
     """
-    from ..corpus import identify
+    from ..corpus.answers import identify
 
     try:
         tokenizer = tokenizer or _tokenizer_of(kept.model or kept.identity.name)
@@ -380,7 +377,7 @@ def _at(seconds: float) -> str:
 
 def _earned(days: dict[str, dict[str, int]]) -> str:
     """Tokens per step, and the shares of tokens that were accepted drafts, by source."""
-    from ..corpus import SOURCES
+    from ..corpus.answers import SOURCES
 
     total = Counter[str]()
     for figures in days.values():

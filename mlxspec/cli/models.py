@@ -14,7 +14,7 @@ from ..terminal import one_line
 from .common.model_choice import DIRECTORY, SMALL_MODEL, model_or_default
 from .common.options import command, option
 from .common.output import folding_table, print_tables, write_json
-from .settings import load_config
+from .settings import load_aliases
 
 _RESERVE = 1.1  # memory for weights, caches and a forward, relative to the weights
 
@@ -49,14 +49,14 @@ def _found(memory: int, default: str) -> Iterator[dict[str, Any]]:
     """The entries of ``--json``, the default model first."""
     from ..models.on_machine import model_files
 
-    aliases = load_config().aliases
+    aliases = load_aliases()
     directories = _directories([default, *aliases.values()])
     for name in sorted(directories, key=lambda name: (name != default, name == DEMO)):
         files = model_files(directories[name])
         usable = not files.trouble
         yield {
             "name": name,
-            "directory": str(files.directory),
+            "directory": str(directories[name]),
             "default": name == default,
             "aliases": [alias for alias, model in aliases.items() if model == name],
             "usable": usable,

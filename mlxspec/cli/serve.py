@@ -54,7 +54,7 @@ from .common.options import (
 from .common.output import counted, error_console
 from .common.prompt import template_option
 from .memory import Memories
-from .settings import load_config
+from .settings import load_aliases
 
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
@@ -542,7 +542,7 @@ def _found(source: str) -> Iterator[tuple[str, Path]]:
         return
     yield from cached_repositories()
     yield from models_in(lm_studio_folder())
-    for name in (*load_config().aliases.values(), model_or_default(None), DIRECTORY):
+    for name in (*load_aliases().values(), model_or_default(None), DIRECTORY):
         if local_path(name).is_dir():
             yield given_name(name), local_path(name)
     yield DEMO, DEMO_DIRECTORY
@@ -550,7 +550,7 @@ def _found(source: str) -> Iterator[tuple[str, Path]]:
 
 def _other_names(name: str, path: str) -> frozenset[str]:
     """The last part of a model's name, its path, and its aliases."""
-    aliases = load_config().aliases
+    aliases = load_aliases()
     same = {name, path, os.path.realpath(local_path(path))}
     own = {
         alias

@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import tomllib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,19 +37,17 @@ ALIAS_PREFIX = f"{ALIAS}."
 _ALIAS_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
 
 
-class _Variables(click.ParamType):
-    """MLX's tuning variables, as NAME=1,OTHER=512."""
+_VARIABLES = re.compile(rf"(({'|'.join(MLX_VARIABLES)})=[1-9][0-9]{{0,5}}(,(?=.)|$))+")
 
-    name = "variables"
-    _form = re.compile(rf"(({'|'.join(MLX_VARIABLES)})=[1-9][0-9]{{0,5}}(,(?=.)|$))+")
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        if not self._form.fullmatch(str(value)):
-            self.fail(
-                f"give whole numbers, 1 or more for {', '.join(MLX_VARIABLES)}, in the form "
-                "NAME=1,OTHER=512"
-            )
-        return str(value)
+def _variables(value: str) -> str:
+    """The type of :data:`MLX_SETTINGS`."""
+    if not _VARIABLES.fullmatch(value):
+        raise click.BadParameter(
+            f"give whole numbers, 1 or more for {', '.join(MLX_VARIABLES)}, in the form "
+            "NAME=1,OTHER=512"
+        )
+    return value
 
 
 KEYS: dict[str, click.ParamType] = {
@@ -57,7 +55,7 @@ KEYS: dict[str, click.ParamType] = {
     "max-tokens": click.IntRange(1),
     "temp": click.FloatRange(0),
     "system-prompt": click.STRING,
-    MLX_SETTINGS: _Variables(),
+    MLX_SETTINGS: click.types.FuncParamType(_variables),
 }
 """All settings except aliases, with their types."""
 
@@ -71,41 +69,14 @@ _DEFAULTS = {
 """The options of commands whose defaults are settings."""
 
 
-@dataclass(frozen=True)
-class UserConfig:
-    """The user's settings.
-
-    Attributes:
-        values: values by the name of the setting.
-        aliases: models by alias.
-    """
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    aliases: Mapping[str, str] = field(default_factory=dict)
-
-    def entries(self) -> dict[str, Any]:
-        """All settings by name; aliases have names such as ``alias.fast``."""
-        aliases = {ALIAS_PREFIX + name: model for name, model in self.aliases.items()}
-        return {**self.values, **aliases}
-
-    def resolved(self, name: str) -> str:
-        """The model that an alias stands for; any other name is returned unchanged."""
-        return self.aliases.get(name, name)
-
-    def defaults_of(self, command: str) -> dict[str, Any]:
-        """The defaults for a command, by the names of its parameters."""
-        names = [name for name in _DEFAULTS.get(command, ()) if name in self.values]
-        return {name.replace("-", "_"): self.values[name] for name in names}
-
-
 def config_path() -> Path:
     """The path of the settings file."""
     directory = directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_config_path("mlxspec")
     return directory / "config.toml"
 
 
-def load_config() -> UserConfig:
-    """Read the user's settings; without a file they are empty.
+def load_config() -> dict[str, Any]:
+    """Read the user's settings by name, such as ``temp`` or ``alias.fast``.
 
     Raises:
         FileError: the file cannot be read, or has a wrong setting.
@@ -113,17 +84,47 @@ def load_config() -> UserConfig:
     path = config_path()
     try:
         document = tomllib.loads(path.read_bytes().decode())
-        aliases = document.pop(ALIAS) if isinstance(document.get(ALIAS), dict) else {}
-        return UserConfig(
-            {name: checked(name, value) for name, value in document.items()},
-            {name: checked(ALIAS_PREFIX + name, model) for name, model in aliases.items()},
-        )
+        if isinstance(aliases := document.get(ALIAS), dict):
+            del document[ALIAS]
+            document |= {ALIAS_PREFIX + name: model for name, model in aliases.items()}
+        return {name: checked(name, value) for name, value in document.items()}
     except FileNotFoundError:
-        return UserConfig()
+        return {}
     except OSError as error:
         raise FileError(f"{path}: cannot be read ({error.strerror}); make it readable") from error
     except ValueError as error:
         raise FileError(f"{path}: {error}; correct the file") from error
+
+
+def load_aliases() -> dict[str, str]:
+    """The models by the user's aliases.
+
+    Raises:
+        FileError: as :func:`load_config`.
+    """
+    entries = load_config().items()
+    return {name.removeprefix(ALIAS_PREFIX): one for name, one in entries if name not in KEYS}
+
+
+def resolved(name: str) -> str:
+    """The model that an alias stands for; any other name is returned unchanged.
+
+    Raises:
+        FileError: as :func:`load_config`.
+    """
+    model: str = load_config().get(ALIAS_PREFIX + name, name)
+    return model
+
+
+def defaults_of(command: str) -> dict[str, Any]:
+    """The defaults for a command, by the names of its parameters.
+
+    Raises:
+        FileError: as :func:`load_config`.
+    """
+    config = load_config()
+    names = [name for name in _DEFAULTS.get(command, ()) if name in config]
+    return {name.replace("-", "_"): config[name] for name in names}
 
 
 def apply_mlx_settings() -> None:
@@ -132,7 +133,7 @@ def apply_mlx_settings() -> None:
     This must happen before MLX first uses a GPU.
     """
     with suppress(MlxspecError):  # the command reports it
-        for name, value in variables_in(load_config().values.get(MLX_SETTINGS, "")).items():
+        for name, value in variables_in(load_config().get(MLX_SETTINGS, "")).items():
             os.environ.setdefault(name, value)
 
 

@@ -20,12 +20,10 @@ import platformdirs
 from ..errors import FileError, OptionError
 from ..files import PRIVATE, directory_in, replaced
 from ..jsonl import load_json
-from .suffix_array import TOKEN_BITS
 
 # --- tokenizers ---
 
 _HUB_SNAPSHOT = re.compile(r"models--([^/\\]+?)--([^/\\]+)[/\\]snapshots[/\\]")
-_MAX_VOCABULARY = (1 << TOKEN_BITS) - 1
 
 
 @dataclass(frozen=True)
@@ -58,28 +56,19 @@ def identify(tokenizer: Any) -> TokenizerIdentity:
 
     Args:
         tokenizer: one of mlx-lm, transformers or tokenizers, or any with ``get_vocab``.
-
-    Raises:
-        FileError: the tokenizer has no tokens, or ids that no store can hold.
     """
     vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
-    name = _short_name(getattr(tokenizer, "name_or_path", None) or "unnamed")
-    if not vocabulary or not 0 <= vocabulary[0][0] <= vocabulary[-1][0] < _MAX_VOCABULARY:
-        raise FileError(
-            f"the tokenizer {name} has ids that no store can hold: use one with ids from 0 to "
-            f"{_MAX_VOCABULARY - 1:,}"
-        )
+    name = _short_name(getattr(tokenizer, "name_or_path", None) or "") or "unnamed"
     fingerprint = hashlib.sha256(json.dumps(vocabulary).encode()).digest()
-    return TokenizerIdentity(name, vocabulary[-1][0] + 1, fingerprint)
+    vocab_size = vocabulary[-1][0] + 1 if vocabulary else 0
+    return TokenizerIdentity(name, vocab_size, fingerprint)
 
 
 def _short_name(path: str) -> str:
-    """``owner/name`` for a copy from the Hub, the last part of the path for other directories."""
+    """``owner/name`` for a copy from the Hub, the last part of other absolute paths."""
     if snapshot := _HUB_SNAPSHOT.search(path):
         return f"{snapshot[1]}/{snapshot[2]}"
-    if os.path.isabs(path) or os.path.isdir(path):
-        return os.path.basename(os.path.abspath(path)) or "unnamed"
-    return path
+    return os.path.basename(path) if os.path.isabs(path) else path
 
 
 # --- the database ---
@@ -104,6 +93,12 @@ _VERSION = 3
 _BUSY_SECONDS = 30.0
 _PAGE = 500  # rows read at a time
 
+_OPTIONS = """
+PRAGMA secure_delete = ON;
+PRAGMA synchronous = NORMAL;
+PRAGMA temp_store = MEMORY;
+PRAGMA trusted_schema = OFF;
+"""
 # Columns with figures have the prefix `earned_`. `stamp` is a random number, another one after
 # each deletion of the tokenizer's answers: with the same stamp, an index is of the same rows.
 _TABLES = f"""
@@ -126,6 +121,10 @@ SELECT CAST(name AS TEXT), CAST(vocab_size AS INTEGER), CAST(fingerprint AS BLOB
     CAST(model AS TEXT)
 FROM tokenizers ORDER BY name
 """
+_ADD_TOKENIZER = """
+INSERT INTO tokenizers (fingerprint, name, vocab_size, model) VALUES (?, ?, ?, ?)
+ON CONFLICT DO UPDATE SET model = excluded.model WHERE excluded.model NOT IN ('', model)
+"""
 _STAMP = "SELECT CAST(stamp AS INTEGER) FROM tokenizers WHERE id = ?"
 # "+" keeps SQLite from using the index by hash and sorting the rows again for each page.
 _READ = f"""
@@ -140,6 +139,10 @@ VALUES ({", ".join("?" * (4 + len(EARNED)))})
 ON CONFLICT (tokenizer, hash) DO UPDATE SET ended = excluded.ended,
     {", ".join(f"earned_{name} = earned_{name} + excluded.earned_{name}" for name in EARNED)}
 RETURNING id
+"""
+_COUNT = """
+SELECT count(*), coalesce(sum(length(tokens)), 0) / 4, min(ended), max(ended)
+FROM answers WHERE tokenizer = ?
 """
 _EARNED_BY_DAY = f"""
 SELECT date(ended, 'unixepoch', 'localtime') AS day, count(*),
@@ -183,15 +186,10 @@ class KeptAnswers:
         self.model = model
         self.max_tokens = max_tokens
         self._db = connect(directory)
-        which = "FROM tokenizers WHERE fingerprint = ?", identity.fingerprint
-        known = self._run(f"SELECT model {which[0]}", which[1])
-        if not known or model not in ("", known[0][0]):
-            self._run(
-                "INSERT INTO tokenizers (fingerprint, name, vocab_size, model)"
-                " VALUES (?, ?, ?, ?) ON CONFLICT DO UPDATE SET model = excluded.model",
-                *(identity.fingerprint, identity.name, identity.vocab_size, model),
-            )
-        ((self._tokenizer,),) = self._run(f"SELECT id {which[0]}", which[1])
+        values = identity.fingerprint, identity.name, identity.vocab_size, model
+        self._run(_ADD_TOKENIZER, *values)
+        which = "SELECT id FROM tokenizers WHERE fingerprint = ?"
+        ((self._tokenizer,),) = self._run(which, identity.fingerprint)
 
     def add(self, text: bytes, earned: Mapping[str, int]) -> int:
         """Keep an answer as the newest; if it is kept already, add up the figures.
@@ -240,8 +238,8 @@ class KeptAnswers:
         Raises:
             FileError: they cannot be deleted, or another process keeps the database busy.
         """
-        with self._transaction():
-            self._db.executemany("DELETE FROM answers WHERE id = ?", [(row,) for row in rows])
+        with self.locked():
+            self._db.executemany("DELETE FROM answers WHERE id = ?", zip(rows))
         if self.directory:
             for file in self.directory.glob(f"*{self.identity.key}{INDEX}*"):  # a partial one, too
                 file.unlink(missing_ok=True)
@@ -256,17 +254,12 @@ class KeptAnswers:
         "oldest" and "newest" are the times at which the first and the last answer ended, in
         seconds since 1970, or None.
         """
-        ((texts, nbytes, oldest, newest),) = self._run(
-            "SELECT count(*), sum(length(tokens)), min(ended), max(ended) FROM answers"
-            " WHERE tokenizer = ?",
-            self._tokenizer,
-        )
-        nbytes, indexed = nbytes or 0, 0
-        if self.index_file:
-            with suppress(FileNotFoundError):
-                indexed = self.index_file.stat().st_size
-        sizes = {"texts": texts, "tokens": nbytes // 4, "bytes": nbytes + indexed}
-        return {**sizes, "oldest": oldest, "newest": newest}
+        ((texts, tokens, oldest, newest),) = self._run(_COUNT, self._tokenizer)
+        size = 4 * tokens
+        if self.index_file and self.index_file.exists():
+            size += self.index_file.stat().st_size
+        counts = {"texts": texts, "tokens": tokens, "bytes": size}
+        return {**counts, "oldest": oldest, "newest": newest}
 
     def earned_by_day(self) -> dict[str, dict[str, int]]:
         """The number of "answers" and the sums of EARNED, by local day of the answer's end."""
@@ -284,15 +277,10 @@ class KeptAnswers:
 
     @contextmanager
     def locked(self) -> Iterator[int]:
-        """Keep other processes from deleting answers while the body runs; yields the stamp."""
-        with self._transaction():
-            yield self.stamp()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
+        """Keep other processes from changing answers while the body runs; yields the stamp."""
         with _errors_of(self.directory), self._db:
             self._db.execute("BEGIN IMMEDIATE")
-            yield
+            yield self.stamp()
 
     def _run(self, statement: str, *values: Any) -> list[Any]:
         with _errors_of(self.directory):
@@ -324,31 +312,20 @@ def connect(directory: Path | None) -> sqlite3.Connection:
         if directory:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             # SQLite gives its own files next to it the same mode.
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            os.close(os.open(directory / DATABASE, flags, PRIVATE))
+            (directory / DATABASE).touch(PRIVATE)
         database = sqlite3.connect(
             directory / DATABASE if directory else ":memory:",
             timeout=_BUSY_SECONDS,
             isolation_level=None,
             check_same_thread=False,
         )
-        try:
-            for option in (
-                "secure_delete = ON",
-                "synchronous = NORMAL",
-                "temp_store = MEMORY",
-                "trusted_schema = OFF",
-            ):
-                database.execute(f"PRAGMA {option}")
-            ((version,),) = database.execute("PRAGMA user_version").fetchall()
-            if version not in (0, _VERSION):
-                raise sqlite3.DatabaseError(f"another version of mlxspec made it, {version}")
-            if version == 0:
-                database.execute("PRAGMA journal_mode = WAL")
-                database.executescript(_TABLES)
-        except BaseException:
-            database.close()
-            raise
+        database.executescript(_OPTIONS)
+        ((version,),) = database.execute("PRAGMA user_version").fetchall()
+        if version == 0:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.executescript(_TABLES)
+        elif version != _VERSION:
+            raise sqlite3.DatabaseError(f"another version of mlxspec made it, {version}")
         return database
 
 
@@ -357,10 +334,9 @@ def _errors_of(directory: Path | None) -> Iterator[None]:
     """Raise SQLite's and the system's errors as FileError."""
     try:
         yield
-    except (OSError, sqlite3.Error, UnicodeDecodeError) as error:  # the last quotes damaged bytes
+    except (OSError, sqlite3.Error, UnicodeError) as error:
         path = directory / DATABASE if directory else "memory"
-        reason = "is damaged" if isinstance(error, UnicodeDecodeError) else error
-        reason = getattr(error, "strerror", None) or reason
+        reason = getattr(error, "strerror", None) or error
         raise FileError(
             f"{path}: cannot be used ({reason}); set MLXSPEC_MEMORY to another directory, or "
             "remove a damaged file"

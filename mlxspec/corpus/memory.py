@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
@@ -38,20 +38,13 @@ from .answers import (
     identify,
 )
 from .suffix_array import (
-    TOKEN_BITS,
-    TOKEN_BYTES,
+    MAX_VOCABULARY,
     SuffixArray,
     encode_texts,
     merged_order,
     write_index,
 )
-from .suffix_index import (
-    EXCERPT_TOKENS,
-    SEPARATOR,
-    Excerpts,
-    SuffixIndex,
-    excerpts,
-)
+from .suffix_index import EXCERPT_TOKENS, SEPARATOR, Excerpts, SuffixIndex, excerpts
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +62,7 @@ _PIECE = 1 << 18  # tokens copied at a time
 _INDEXED_TOKENS = 256  # indexed at a time; in between, other threads can run
 _EXIT_SECONDS = 5.0  # to wait for the thread when the process ends
 
-_IN_MEMORY = TokenizerIdentity("any", (1 << TOKEN_BITS) - 1, b"")
+_IN_MEMORY = TokenizerIdentity("any", MAX_VOCABULARY, b"")
 
 
 class Memory:
@@ -168,13 +161,10 @@ class Memory:
                 drafted after prompts with the same last eight tokens. These are not kept.
 
         Raises:
-            OptionError: ``output`` or ``prompt`` has an item that is not a token id.
+            TypeError: ``output`` or ``prompt`` has an item that is not a token id.
         """
-        try:
-            tokens = [index(token) for token in output]
-            leading = [index(token) for token in prompt[-LEADING_TOKENS:]]
-        except TypeError as error:
-            raise OptionError(f"an answer must be token ids ({error}): pass integers") from error
+        tokens = [index(token) for token in output]
+        leading = [index(token) for token in prompt[-LEADING_TOKENS:]]
         if self._thread.is_alive():  # otherwise nobody would take it
             take = partial(self._worker.take, tokens, dict(earned or {}), leading)
             self._worker.requests.put(take)
@@ -240,30 +230,28 @@ class _MemoryWorker:
         self._answers = answers
         self._max_tokens = max_tokens
         self._on_trouble = on_trouble
+        self._prompts: dict[int, Sequence[int]] = {}  # last tokens, by the rows of new answers
         self._start_over()
 
     def run(self) -> None:
         """Handle requests until the end."""
         try:
-            self._try(self.refresh)
+            self._handle(self.refresh)
             while (request := self.requests.get()) is not None:
-                self._try(request)
+                self._handle(request)
         finally:
             self._answers.close()
 
-    def _try(self, action: Callable[[], object]) -> None:
-        """Run an action; if it fails, continue without the database on disk."""
+    def _handle(self, request: Callable[[], object]) -> None:
+        """Handle a request; if the disk fails, from now on keep answers in memory alone."""
         try:
-            action()
+            request()
         except (OSError, FileError) as error:
-            self._leave_disk(error)
-
-    def _leave_disk(self, error: Exception) -> None:
-        """Report an error, and from now on keep answers in the process's memory alone."""
-        self._on_trouble(f"{error}; answers are remembered until this process ends")
-        self._answers.close()
-        self._answers = KeptAnswers(None, self._answers.identity)
-        self._stamp, self._last = self._answers.stamp(), 0
+            self._on_trouble(f"{error}; answers are remembered until this process ends")
+            self._answers.close()
+            self._answers = KeptAnswers(None, self._answers.identity)
+            self._stamp, self._last = self._answers.stamp(), 0
+            request()
 
     def _start_over(self) -> None:
         """Index only what is in the file; :meth:`refresh` adds the other rows."""
@@ -287,7 +275,7 @@ class _MemoryWorker:
         self.searched: tuple[SuffixIndex | SuffixArray, ...] = (self._live, segment)
 
     @property
-    def _live_tokens(self) -> int:
+    def _most_live(self) -> int:
         """The newest answers are sorted once they have so many tokens."""
         most = min(max(LIVE_TOKENS, len(self._segment.tokens) // 16), MOST_LIVE_TOKENS)
         return max(1, min(most, self._max_tokens // 8))
@@ -297,31 +285,20 @@ class _MemoryWorker:
     ) -> None:
         """Keep an answer, and index the database's new rows."""
         most = self._max_tokens * 3 // 4  # tokens left after an eviction
-        openings: dict[int, Sequence[int]] = {}
         for text in encode_texts(output[max(0, len(output) - most) :], self.vocab_size):
-            openings[self._add(text, earned)] = leading
+            self._prompts[self._answers.add(text, earned)] = leading
             earned, leading = {}, ()
-        self.refresh(openings)
+        self.refresh()
+        self._prompts.clear()
 
-    def _add(self, text: bytes, earned: Mapping[str, int]) -> int:
-        try:
-            return self._answers.add(text, earned)
-        except FileError as error:
-            self._leave_disk(error)
-            return self._answers.add(text, earned)
-
-    def refresh(self, openings: Mapping[int, Sequence[int]] | None = None) -> None:
-        """Index new rows; if rows were deleted, build the indexes again.
-
-        Args:
-            openings: by row, the prompt's last tokens.
-        """
+    def refresh(self) -> None:
+        """Index new rows; if rows were deleted, build the indexes again."""
         while not self.hurries:
             try:
                 if self._answers.stamp() != self._stamp:
                     self._start_over()
-                self._index_new(openings or {})
-                room = self._max_tokens - self._live_tokens - len(self._segment.tokens)
+                self._index_new()
+                room = self._max_tokens - self._most_live - len(self._segment.tokens)
                 if room >= 0 or not self._answers.evict(self._max_tokens * 3 // 4):
                     return
             except (IndexError, ValueError):  # rows were deleted, or the file is damaged
@@ -329,30 +306,27 @@ class _MemoryWorker:
                     self._answers.index_file.unlink(missing_ok=True)
                 self._start_over()
 
-    def _index_new(self, openings: Mapping[int, Sequence[int]]) -> None:
-        new, size = dict[int, bytes](), sum(map(_size, self._live_texts))
+    def _index_new(self) -> None:
+        """Index the new rows among the newest answers, or sort them, if they are too many."""
+        added = array("i")
         for row, tokens, _ in self._answers.read(self._last):
             self._last = row
-            new[row] = tokens.tobytes()
-            size += _size(new[row])
-            if size > _SORTED_TOKENS:
-                self._sort(new.values())
-                new, size = {}, 0
-        if size >= self._live_tokens:
-            self._sort(new.values())
-            return
-        added = array("i")
-        for row, text in new.items():
-            added.extend(openings.get(row, ()))
-            added.frombytes(text)
+            added.extend(self._prompts.get(row, ()))
+            added.frombytes(tokens.tobytes())
             added.append(SEPARATOR)
+            self._live_texts.append(tokens.tobytes())
+            if len(added) > _SORTED_TOKENS:
+                self._sort()
+                added = array("i")
+        if len(self._live) + len(added) >= self._most_live:
+            self._sort()
+            return
         for start in range(0, len(added), _INDEXED_TOKENS):
             self._live.extend(added[start : start + _INDEXED_TOKENS])
             time.sleep(0)  # lets drafting threads run
-        self._live_texts += new.values()
 
-    def _sort(self, new: Iterable[bytes]) -> None:
-        """Sort the newest answers, and further ones, and merge them into the others.
+    def _sort(self) -> None:
+        """Sort the newest answers, and merge them into the others.
 
         If the process ends meanwhile, nothing changes.
 
@@ -360,20 +334,20 @@ class _MemoryWorker:
             ValueError, IndexError: the index is damaged or outdated.
             OSError, FileError: its file cannot be written.
         """
-        old, texts = self._segment, SuffixArray.of([*self._live_texts, *new])
+        old, new = self._segment, SuffixArray.of(self._live_texts)
         if not old.is_intact():
             raise ValueError("damaged")
-        tokens = chain(np.array_split(old.tokens, len(old.tokens) // _PIECE + 1), [texts.tokens])
+        tokens = chain(np.array_split(old.tokens, len(old.tokens) // _PIECE + 1), [new.tokens])
         header = {"format": INDEX_FORMAT, "stamp": self._stamp, "last": self._last}
         path = self._answers.index_file
         with suppress(_Hurried):
             if path is None:
-                orders = [*map(self._let_others_run, merged_order(old, texts))]
+                orders = [*map(self._let_others_run, merged_order(old, new))]
                 segment = SuffixArray(np.concatenate([*tokens]), np.concatenate(orders))
                 segment.header = header
             else:
-                lengths = len(old.tokens) + len(texts.tokens), len(old.order) + len(texts.order)
-                pieces = chain(tokens, merged_order(old, texts))
+                lengths = len(old.tokens) + len(new.tokens), len(old.order) + len(new.order)
+                pieces = chain(tokens, merged_order(old, new))
                 with ExitStack() as locked, replaced(path) as file:
                     write_index(file, header, lengths, map(self._let_others_run, pieces))
                     if locked.enter_context(self._answers.locked()) != self._stamp:
@@ -393,8 +367,3 @@ class _MemoryWorker:
 
 class _Hurried(Exception):
     """The process ends while answers are sorted."""
-
-
-def _size(text: bytes) -> int:
-    """The number of tokens of a text, including its SEPARATOR."""
-    return len(text) // TOKEN_BYTES + 1

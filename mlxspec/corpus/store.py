@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from ..errors import FileError, OptionError
+from ..errors import FileError, printable
 from ..files import check_writable, replaced
 from ..jsonl import conversation_of, json_lines
 from .answers import TokenizerIdentity, identify
 from .suffix_array import (
-    TOKEN_BITS,
+    MAX_VOCABULARY,
     TOKEN_BYTES,
     SuffixArray,
     encode_texts,
@@ -28,8 +27,6 @@ MAX_TOKENS = 50_000_000
 """Tokens that a store holds by default. Building it takes about 90 bytes a token."""
 
 _TEXT_CHARACTERS = 32_768  # read at a time, and then on to the end of the line
-_MAX_LINE = 1 << 24  # bytes of a line in a chat log
-_PROBED_BYTES = 8192
 
 
 def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
@@ -62,21 +59,17 @@ def read_texts(
 
     Args:
         files: the files.
-        counts: counts the "files" with text, the skipped "binary" and "unreadable" ones, and
+        counts: counts the "files" with text, the "skipped" ones that cannot be read as text, and
             "bad_lines" of chat logs.
         on_file: called after each file.
     """
     for file in files:
         try:
-            texts = False
-            for text in _texts_in(file, counts):
-                texts = True
+            for number, text in enumerate(_texts_in(file, counts)):
+                counts["files"] += number == 0
                 yield text
-            counts["files"] += texts
-        except UnicodeDecodeError:
-            counts["binary"] += 1
-        except OSError:
-            counts["unreadable"] += 1
+        except (UnicodeDecodeError, OSError):
+            counts["skipped"] += 1
         on_file(file)
 
 
@@ -89,10 +82,6 @@ def _files_below(directory: Path) -> Iterator[Path]:
 
 
 def _texts_in(path: Path, counts: Counter[str]) -> Iterator[str]:
-    with path.open("rb") as file:
-        if b"\0" in file.read(_PROBED_BYTES):
-            counts["binary"] += 1
-            return
     outputs = _outputs(path) if path.suffix.lower() == ".jsonl" else iter(())
     first = next(outputs, None)
     if first is None:  # not a chat log
@@ -100,16 +89,14 @@ def _texts_in(path: Path, counts: Counter[str]) -> Iterator[str]:
         return
     yield from first
     for texts in outputs:
-        if texts is None:
-            counts["bad_lines"] += 1
-        else:
-            yield from texts
+        counts["bad_lines"] += texts is None
+        yield from texts or ()
 
 
 def _outputs(path: Path) -> Iterator[list[str] | None]:
     """The model's messages in each record of a chat log; None for a line without a record."""
     with path.open("rb") as file:
-        for _, record in json_lines(iter(partial(file.readline, _MAX_LINE), b"")):
+        for _, record in json_lines(file):
             try:
                 messages, completions = conversation_of(record)
                 yield [text for i in completions if (text := messages[i]["content"])]
@@ -129,16 +116,19 @@ _REMEDY = "build it again with `mlxspec store build`"
 
 
 class Store:
-    """Texts on disk in which a context's last tokens are looked up; see :func:`open_store`.
+    """Texts on disk in which a context's last tokens are looked up.
 
     The file is mapped into memory. Processes share it, and only the parts that look-ups touch need
     to stay there. A store keeps the content that its file had when it was opened, even if the file
     is replaced. (mlxspec never changes a store in place. If another program truncates one, the
     processes that read it crash, as with every mapped file.)
 
+    Opening verifies only the header and the length, which takes a millisecond. :meth:`look_up` is
+    safe even if the rest is damaged; :meth:`verify` verifies it.
+
     Args:
         path: the file.
-        identity: the tokenizer that the store must have; None for any.
+        tokenizer: the model's tokenizer; None opens a store of any tokenizer.
 
     Attributes:
         identity: the tokenizer.
@@ -147,13 +137,15 @@ class Store:
         nbytes: size of the file.
 
     Raises:
-        FileError: as :func:`open_store`.
+        FileError: the file is not a store, is cut short, or is of another tokenizer.
     """
 
-    def __init__(self, path: Path, identity: TokenizerIdentity | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], tokenizer: Any = None) -> None:
+        self.path = Path(path)
         try:
-            self.index = SuffixArray.open(path, _FORMAT)
-            self.identity = _identity(self.index.header)
+            self.index = SuffixArray.open(self.path, _FORMAT)
+            self.identity = held = _identity(self.index.header)
+            self.nbytes = self.path.stat().st_size
         except OSError as error:
             raise FileError(
                 f"{path}: cannot be read ({error.strerror}); make a store with `mlxspec store "
@@ -161,14 +153,14 @@ class Store:
             ) from error
         except ValueError as error:
             raise FileError(f"{path}: {error}; {_REMEDY}") from error
-        held = self.identity
-        if identity and identity.fingerprint != held.fingerprint:
+        if tokenizer is None:
+            return
+        needed = identify(tokenizer)
+        if needed.fingerprint != held.fingerprint:
             raise FileError(
-                f"{path}: holds tokens of {held}, but the model's tokenizer is {identity}; build "
+                f"{path}: holds tokens of {held}, but the model's tokenizer is {needed}; build "
                 "a store with this tokenizer with `mlxspec store build`"
             )
-        self.path = path
-        self.nbytes = path.stat().st_size
 
     @property
     def n_texts(self) -> int:
@@ -205,21 +197,6 @@ class Store:
         return excerpts([self.index], tail, limit, depth, self.identity.vocab_size)
 
 
-def open_store(path: str | os.PathLike[str], tokenizer: Any = None) -> Store:
-    """Open a store, verifying only its header and its length, which takes a millisecond.
-
-    :meth:`Store.look_up` is safe even if the rest is damaged; :meth:`Store.verify` verifies it.
-
-    Args:
-        path: the file.
-        tokenizer: the model's tokenizer; None opens a store of any tokenizer.
-
-    Raises:
-        FileError: the file is not a store, is cut short, or is of another tokenizer.
-    """
-    return Store(Path(path), None if tokenizer is None else identify(tokenizer))
-
-
 def build_store(
     path: str | os.PathLike[str],
     sequences: Iterable[Sequence[int]],
@@ -234,72 +211,50 @@ def build_store(
         path: the file to write.
         sequences: the token ids of each text. Later texts count as newer.
         tokenizer: the tokenizer of these ids.
-        max_tokens: the most tokens to take; texts beyond them are not read.
-        force: replace an existing store at ``path``.
+        max_tokens: the most tokens of the store; texts beyond them are not read.
+        force: replace an existing file at ``path``.
 
     Raises:
-        OptionError: ``max_tokens`` is below 2.
         FileError: ``path`` is in use or cannot be written, or no text has two tokens.
     """
-    target = Path(path)
-    _check_target(target, force)
+    path = Path(path)
+    check_writable(path)
+    if path.exists() and not force:
+        raise FileError(f"{path}: exists; name another file, or replace it with --force")
     identity = identify(tokenizer)
-    built = SuffixArray.of(_first(sequences, identity, max_tokens))
-    if not len(built.tokens):
-        raise FileError(f"{target}: nothing to write; add a text of at least two tokens")
-    with replaced(target) as file:
-        _check_target(target, force)
-        write_store(file, identity, built)
-    return Store(target)
-
-
-def write_store(file: BinaryIO, identity: TokenizerIdentity, index: SuffixArray) -> None:
-    """Write a store's content to a new file."""
+    index = SuffixArray.of(_first(sequences, identity.vocab_size, max_tokens))
+    if not len(index.tokens):
+        raise FileError(f"{path}: nothing to write; add a text of at least two tokens")
     header = {
         "format": _FORMAT,
         "tokenizer": identity.name,
         "vocab_size": identity.vocab_size,
         "fingerprint": identity.fingerprint.hex(),
     }
-    lengths = len(index.tokens), len(index.order)
-    write_index(file, header, lengths, [index.tokens, index.order])
+    with replaced(path) as file:
+        lengths = len(index.tokens), len(index.order)
+        write_index(file, header, lengths, [index.tokens, index.order])
+    return Store(path)
 
 
 def _identity(header: Mapping[str, Any]) -> TokenizerIdentity:
     """The tokenizer in a store's header; raises ValueError if the header is damaged."""
     match header:
         case {"tokenizer": str(name), "vocab_size": int(vocab_size), "fingerprint": str(digits)}:
-            # The name may be printed to a terminal, on one line.
-            printable = "".join(one if one.isprintable() else "?" for one in name)
-            if 0 < vocab_size < 1 << TOKEN_BITS:
-                return TokenizerIdentity(printable, vocab_size, bytes.fromhex(digits))
+            if 0 < vocab_size <= MAX_VOCABULARY:
+                return TokenizerIdentity(printable(name), vocab_size, bytes.fromhex(digits))
     raise ValueError("has a damaged header")
 
 
-def _first(
-    sequences: Iterable[Sequence[int]], identity: TokenizerIdentity, max_tokens: int
-) -> Iterator[bytes]:
+def _first(sequences: Iterable[Sequence[int]], vocab_size: int, max_tokens: int) -> Iterator[bytes]:
     """The first texts, each once, while ``max_tokens`` allow; the last may be cut."""
-    if max_tokens < 2:
-        raise OptionError(f"max_tokens is {max_tokens}: take at least 2")
     seen: set[bytes] = set()
     room = max_tokens * TOKEN_BYTES
     for ids in sequences:
-        for text in encode_texts(ids, identity.vocab_size):
+        for text in encode_texts(ids, vocab_size):
             if room <= TOKEN_BYTES:
                 return
             if text not in seen:
                 seen.add(text)
                 yield text[:room]
                 room -= len(text)
-
-
-def _check_target(target: Path, force: bool) -> None:
-    check_writable(target)
-    if not target.exists() or target.stat().st_size == 0:
-        return
-    if not force:
-        raise FileError(f"{target}: exists; name another file, or replace it with --force")
-    with target.open("rb") as file:
-        if not file.read(_PROBED_BYTES).startswith(f'{{"format": "{_FORMAT}"'.encode()):
-            raise FileError(f"{target}: is not a store, and --force replaces only stores")

@@ -186,6 +186,7 @@ def _hash_chains(buckets: np.ndarray, bits: int) -> tuple[array[int], array[int]
 EXCERPT_TOKENS = 48
 """The most tokens of an excerpt: drafts go no deeper."""
 
+_LENGTH, _POSITION = itemgetter(0), itemgetter(1)
 
 Excerpts = tuple[list[int], list[Occurrence]]
 """What followed occurrences of a text's end in other texts: tokens, with a SEPARATOR after each
@@ -223,9 +224,6 @@ def excerpts(
     return tokens, occurrences
 
 
-_LENGTH = itemgetter(0)
-
-
 class Continuation(NamedTuple):
     """A token that followed one or more of the occurrences.
 
@@ -260,34 +258,17 @@ def continuations(
         loops can be drafted to any length.
     """
     depth, end = len(path), len(text)
-    if len(occurrences) == 1:  # as in most of a long copy
-        ((length, position),) = occurrences
-        at = position + depth
-        token = text[at] if at < end else path[at - end]
-        return [] if token == SEPARATOR else [Continuation(token, length, position, occurrences)]
     groups: dict[int, list[Occurrence]] = {}
     for occurrence in occurrences:
         at = occurrence.position + depth
-        token = text[at] if at < end else path[at - end]
-        if token in groups:
-            groups[token].append(occurrence)
-        else:
-            groups[token] = [occurrence]
+        groups.setdefault(text[at] if at < end else path[at - end], []).append(occurrence)
     groups.pop(SEPARATOR, None)
     found = [
         Continuation(token, group[0].length, max(map(_POSITION, group)), group)
         for token, group in groups.items()
     ]
-    if len(found) > 1:
-        found.sort(key=_rank, reverse=True)
+    found.sort(key=lambda one: (one.length, len(one.occurrences), one.newest), reverse=True)
     return found
-
-
-_POSITION = itemgetter(1)
-
-
-def _rank(continuation: Continuation) -> tuple[int, int, int]:
-    return continuation.length, len(continuation.occurrences), continuation.newest
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:

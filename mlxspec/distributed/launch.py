@@ -11,17 +11,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NoReturn
 
 
 def launched_rank() -> int | None:
-    """The rank that ``mlx.launch`` gave this process; None without it, or with a single rank."""
+    """The rank that ``mlx.launch`` gave this process; None without it."""
     rank = os.environ.get("MLX_RANK", "")
-    hosts = Path(os.environ.get("MLX_HOSTFILE") or os.devnull)
-    # For a single rank mlx.launch writes an empty file of hosts, on which MLX fails.
-    is_alone = hosts.is_file() and not hosts.read_bytes().strip()
-    return int(rank) if rank.isdecimal() and not is_alone else None
+    return int(rank) if rank.isdecimal() else None
 
 
 def silence_followers() -> None:

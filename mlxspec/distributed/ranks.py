@@ -52,6 +52,8 @@ def load_shard(
     model, tokenizer = load(path_or_repo, lazy=True)
     split(model, group, str(path_or_repo))
     evaluate(model, path_or_repo)
+    # Wait for all, on the CPU: a GPU would time out while a rank reads a slow disk.
+    mx.eval(mx.distributed.all_sum(mx.array(1.0), stream=mx.cpu))
     return model, tokenizer
 
 
@@ -74,22 +76,21 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
             "run it without mlx.launch"
         )
     model.split_over = group
-    kinds = {type(cache) for cache in make_prompt_cache(model)}
-    whole = _numbers(model)
+    kinds, whole = _kinds(model), _numbers(model)
     try:
         if model.is_pipeline:
             model.model.pipeline(group)
             # Rank 0 finds out by its own caches what all can do.
-            if {type(cache) for cache in make_prompt_cache(model)} != kinds:
+            if _kinds(model) != kinds:
                 raise ValueError("a part has not all kinds of layers")
         else:
             model.shard(group)
-            for key, part in _numbers(model).items():
-                before = whole.get(key, part)
+            for place, part in _numbers(model).items():
+                before = whole.get(place, part)
                 repeated = part == 1 and size % before == 0  # heads are copied if too few
                 # With a remainder the model would run, but compute something else.
                 if part not in (before, before / size) and not repeated:
-                    raise ValueError(f"{' '.join(key)}: {before} divided by {size}")
+                    raise ValueError(f"{place}: {before} divided by {size}")
         vocabulary_size(model)  # builds a forward, which fails if other shapes do not divide
     except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
         what = "layers" if model.is_pipeline else "key-value heads"
@@ -99,14 +100,15 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
         ) from error
 
 
-def _numbers(model: nn.Module) -> dict[tuple[str, str], int]:
-    """The integers of all modules, such as heads and dimensions, by module and name."""
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if type(value) is int
-    }
+def _kinds(model: nn.Module) -> set[type]:
+    return {type(cache) for cache in make_prompt_cache(model)}
+
+
+def _numbers(model: nn.Module) -> dict[str, int]:
+    """The integers of all modules, such as heads and dimensions, by their paths."""
+    modules = model.named_modules()
+    numbers = {f"{path}.{name}": n for path, one in modules for name, n in vars(one).items()}
+    return {name: number for name, number in numbers.items() if type(number) is int}
 
 
 def share(trees: Sequence[DraftTree], tokens: Sequence[mx.array] = ()) -> list[mx.array]:
@@ -126,11 +128,6 @@ def share(trees: Sequence[DraftTree], tokens: Sequence[mx.array] = ()) -> list[m
     # In a pipeline, no value of rank 0's forward depends on it, and the others would wait.
     mx.async_eval(shared)
     return [shared[n : n + 1] for n in range(len(trees))]
-
-
-def wait_for_all() -> None:
-    """Wait for every rank, on the CPU: a GPU would time out while a rank reads a slow disk."""
-    mx.eval(mx.distributed.all_sum(mx.array(1.0), stream=mx.cpu))
 
 
 Result = TypeVar("Result")
@@ -172,7 +169,6 @@ class Leader:
         number = next(self._numbers)
         with self.repeating(_load, str(path_or_repo), result=number):
             model, tokenizer = load_shard(path_or_repo, self.group)
-            wait_for_all()
         model.leader = self
         self._number(model, number)
         return model, tokenizer
@@ -232,10 +228,11 @@ class Leader:
         _log.error("rank 0 has failed", exc_info=error)
         self.channel.end(_error_line(0, error))
 
-    def dispatch(self, logits: mx.array) -> None:
+    def dispatched(self, logits: mx.array) -> mx.array:
         """Compute logits without waiting: the other ranks wait for values of the same forward."""
         mx.async_eval(logits)
         self._dispatched = logits
+        return logits
 
     @contextmanager
     def repeating(
@@ -331,9 +328,7 @@ class LeadingTarget(Target):
             return super().forward(tokens, tree)
         with leader.repeating(_forward, self, [self], [tree]):
             (shared,) = share([tree], [tokens])
-            logits = super().forward(shared, tree)
-            leader.dispatch(logits)
-        return logits
+            return leader.dispatched(super().forward(shared, tree))
 
     def fork(self, length: int, room: int) -> Target:
         forked = super().fork(length, room)
@@ -355,17 +350,14 @@ class LeadingJoint(Joint):
         with leader.repeating(_forward, self, targets, trees):
             shared = [*zip(targets, share(trees, tokens), trees, strict=True)]
             logits, spans = super().forward(shared)
-            leader.dispatch(logits)
-        return logits, spans
+            return leader.dispatched(logits), spans
 
 
 # --- the followers ---
 
 
 def _load(name: str) -> nn.Module:
-    model, _ = load_shard(name, mx.distributed.init())
-    wait_for_all()
-    return model
+    return load_shard(name, mx.distributed.init())[0]
 
 
 def _forward(runs: Target | Joint, targets: Sequence[Target], trees: Sequence[DraftTree]) -> None:
@@ -465,7 +457,7 @@ class Follower:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads a message, which may name ranges and what is in mlxspec, and nothing else."""
+    """Reads what stands for numbers in a message."""
 
     def __init__(self, file: IO[bytes], known: Mapping[int, Any]) -> None:
         super().__init__(file)
@@ -473,12 +465,3 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, number: int) -> Any:
         return self._known.get(number)
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "range"):
-            return range
-        if module.startswith("mlxspec."):
-            found = super().find_class(module, name)
-            if found.__module__.startswith("mlxspec."):  # not what a file of ours has imported
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name} is not mlxspec's")

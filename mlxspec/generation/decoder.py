@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..corpus.answers import identify
 from ..corpus.memory import MAX_TOKENS, Memory
-from ..corpus.store import open_store
+from ..corpus.store import Store
 from ..drafting.drafter import Drafter, checked_drafter
 from ..drafting.kept import Experience
 from ..engine.model_sizes import context_length
@@ -284,8 +284,8 @@ class AutoDecoder(Decoder):
     Args:
         model, tokenizer, on_measuring: as for :class:`Decoder`.
         memory_tokens: how many tokens of outputs the decoder remembers in its own memory,
-            :data:`mlxspec.corpus.MAX_TOKENS` by default. With 0 it has no memory, and generations
-            learn nothing from earlier ones.
+            :data:`mlxspec.corpus.memory.MAX_TOKENS` by default. With 0 it has no memory, and
+            generations learn nothing from earlier ones.
         memory: a memory to use instead. Several decoders of one tokenizer may share it.
         store: a store to draft from, a file made by ``mlxspec store build``.
         extra_drafter: a further drafter, used when it pays: a :class:`mlxspec.Drafter`, which
@@ -341,7 +341,7 @@ class AutoDecoder(Decoder):
         self.drafting = replace(
             self.drafting,
             memory=memory,
-            store=None if store is None else open_store(store, self.tokenizer),
+            store=None if store is None else Store(store, self.tokenizer),
             extra=None if extra_drafter is None else drafter_maker(extra_drafter),
         )
 

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 
-from ..corpus import MAX_TOKENS, Memory
+from ..corpus.memory import MAX_TOKENS, Memory
 from ..corpus.suffix_index import MOST_BYTES
 from ..drafting.drafter import Drafter
 from ..engine.costs import forward_memory

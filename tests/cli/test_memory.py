@@ -15,19 +15,17 @@ from click.testing import CliRunner, Result
 import mlxspec
 from mlxspec.cli.main import main
 from mlxspec.cli.memory import Memories
-from mlxspec.corpus import (
+from mlxspec.corpus import answers as answers_module
+from mlxspec.corpus.answers import (
     KeptAnswers,
-    Memory,
     Settings,
     identify,
     kept_answers,
     memory_directory,
     save_settings,
 )
-from mlxspec.corpus import (
-    answers as answers_module,
-)
-from mlxspec.corpus.store import open_store
+from mlxspec.corpus.memory import Memory
+from mlxspec.corpus.store import Store
 from mlxspec.corpus.suffix_index import SEPARATOR
 from mlxspec.errors import FileError, OptionError
 from mlxspec.models.tokenizer import load_tokenizer_of
@@ -517,7 +515,7 @@ def test_what_is_exported_builds_a_store_and_is_replayed(tmp_path: Path):
     ]
     assert [records[2]["created"] - record["created"] for record in records] == [14400, 7200, 0]
     assert run("store", "build", file, "--model", "demo", "-o", store).exit_code == 0
-    assert open_store(store).index.tokens.tolist() == [
+    assert Store(store).index.tokens.tolist() == [
         token for tokens in ids for token in (*tokens, SEPARATOR)
     ]
     replayed = run("replay", file, "--tokenizer", "demo", "--json")
@@ -714,5 +712,5 @@ def test_what_drafts_taught_is_shown_and_forgotten(
     report = json.loads(CliRunner().invoke(main, ["memory", "show", "--json"]).stdout)
     assert report["experience"] == {"models": 1, "directory": str(kept)}
     forgotten = CliRunner().invoke(main, ["memory", "forget", "--all", "--yes"])
-    assert forgotten.stdout == "Forgot which drafts were right for 1 model.\n"
+    assert forgotten.stdout.startswith("Forgot which drafts were right for 1 model.\n")
     assert not [*kept.iterdir()]

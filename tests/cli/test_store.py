@@ -13,7 +13,7 @@ from rich.filesize import decimal
 
 import mlxspec
 from mlxspec.cli.main import main
-from mlxspec.corpus.store import open_store
+from mlxspec.corpus.store import Store
 from mlxspec.models.tokenizer import load_tokenizer_of
 
 ROOT = Path(mlxspec.__file__).parents[1]
@@ -39,7 +39,7 @@ def test_a_store_is_built_of_a_directory(tmp_path: Path, texts: Path):
     result = run("build", texts, "--model", "demo", "-o", output)
     assert result.exit_code == 0, result.stderr
     tokenizer = load_tokenizer_of("demo")
-    store = open_store(output, tokenizer)
+    store = Store(output, tokenizer)
     expected = [
         tokenizer.encode(text, add_special_tokens=False)
         for text in ("hello there", "The quick brown fox jumps over the lazy dog.")
@@ -49,7 +49,7 @@ def test_a_store_is_built_of_a_directory(tmp_path: Path, texts: Path):
     assert result.stdout.startswith("Read 2 files in ")
     assert f" {output} holds {tokens} tokens in 2 texts, " in result.stdout
     assert result.stderr.splitlines() == [
-        "Note: 1 file skipped: not UTF-8 text",
+        "Note: 1 file skipped: cannot be read as UTF-8 text",
         "Note: 1 chat log line skipped: not a chat record",
     ]
 
@@ -67,7 +67,7 @@ def test_a_store_is_described(tmp_path: Path, texts: Path):
     output = tmp_path / "out.store"
     run("build", texts, "--model", "demo", "-o", output)
     result = run("info", output)
-    store = open_store(output)
+    store = Store(output)
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
         f"tokenizer  {store.identity}",
@@ -76,12 +76,12 @@ def test_a_store_is_described(tmp_path: Path, texts: Path):
     ]
 
 
-def test_a_full_store_says_so(tmp_path: Path, texts: Path):
+def test_a_full_store_says_so(tmp_path: Path, texts: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mlxspec.corpus.store.MAX_TOKENS", 5)
     output = tmp_path / "out.store"
-    result = run("build", texts, "--model", "demo", "-o", output, "--max-tokens", 5)
+    result = run("build", texts, "--model", "demo", "-o", output)
     assert result.exit_code == 0
-    assert "Note: the store has reached --max-tokens 5;" in result.stderr
-    assert open_store(output).n_tokens == 5
+    assert "Note: a store holds 5 tokens at most; the remaining texts were" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,6 @@ def test_why_there_is_nothing_to_write_is_told(tmp_path: Path) -> None:
     result = run("build", tmp_path / "image", "--model", "demo", "-o", tmp_path / "out.store")
     assert result.exit_code == 1
     note, error = result.stderr.splitlines()
-    assert note == "Note: 1 file skipped: not UTF-8 text"
+    assert note == "Note: 1 file skipped: cannot be read as UTF-8 text"
     assert error.startswith("Error: ")
     assert "nothing to write" in error

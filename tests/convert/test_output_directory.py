@@ -5,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -78,24 +77,6 @@ def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, so
     with new_directory(tmp_path / "out", replace=False) as partial:
         assert not (partial / "half").exists()
     assert names(tmp_path) == {"another", "out", "source"}
-
-
-def test_a_conversion_that_runs_is_waited_for(tmp_path: Path):
-    target = tmp_path / "out"
-
-    def convert_too() -> set[str]:
-        with new_directory(target, replace=True) as second:
-            return names(second)
-
-    with ThreadPoolExecutor() as pool:
-        with new_directory(target, replace=False) as first:
-            (first / "file").write_text("first")
-            waiting = pool.submit(convert_too)
-            with pytest.raises(TimeoutError):
-                waiting.result(timeout=0.1)
-            assert names(first) == {"file"}
-        assert waiting.result(timeout=10) == set()
-    assert names(tmp_path) == {"out"}
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, source: Path):

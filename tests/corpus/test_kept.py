@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxspec
-from mlxspec.corpus import KeptAnswers, Memory, identify
-from mlxspec.corpus.answers import DATABASE, INDEX_FORMAT
+from mlxspec.corpus.answers import DATABASE, INDEX_FORMAT, KeptAnswers, identify
+from mlxspec.corpus.memory import Memory
 from mlxspec.corpus.suffix_array import write_index
 from mlxspec.errors import FileError
 from tests.corpus.test_memory import looked_up, make_small
@@ -595,7 +595,8 @@ def test_what_was_added_last_is_kept_at_the_processs_end(tmp_path: Path):
     program = textwrap.dedent(
         """
         import sys, pathlib
-        from mlxspec.corpus import KeptAnswers, Memory, identify
+        from mlxspec.corpus.answers import KeptAnswers, identify
+        from mlxspec.corpus.memory import Memory
         from tests.support.tokenizers import FIRST
         memory = Memory(kept=KeptAnswers(pathlib.Path(sys.argv[1]), identify(FIRST)))
         for number in range(50):
@@ -609,7 +610,9 @@ def test_what_was_added_last_is_kept_at_the_processs_end(tmp_path: Path):
 WORKING = textwrap.dedent(
     """
     import sys, random, pathlib
-    from mlxspec.corpus import KeptAnswers, Memory, identify, memory
+    from mlxspec.corpus import memory
+    from mlxspec.corpus.answers import KeptAnswers, identify
+    from mlxspec.corpus.memory import Memory
     from tests.support.tokenizers import FIRST
     memory.LIVE_TOKENS = 40
     directory, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.corpus import Memory, memory
+from mlxspec.corpus import memory
+from mlxspec.corpus.memory import Memory
 from mlxspec.corpus.suffix_array import SuffixArray, split_texts
 from mlxspec.errors import OptionError
 from tests.corpus.test_suffix_array import scan
@@ -99,7 +100,7 @@ def test_what_followed_is_copied_as_far_as_asked_and_not_into_the_next_answer():
 def test_what_is_no_token_ids_is_refused_and_the_memory_goes_on():
     with closing(Memory()) as held:
         for answer, prompt in (["a"], []), ([1.5], []), ([1], ["b"]), (5, []):
-            with pytest.raises(OptionError, match="token ids"):
+            with pytest.raises(TypeError):
                 held.add(answer, prompt=prompt)
         held.add([1, 2, 3])
         held.settle()

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.corpus import (
+from mlxspec.corpus import memory as memory_module
+from mlxspec.corpus.answers import (
     KeptAnswers,
-    Memory,
     Settings,
     identify,
     kept_answers,
@@ -23,7 +23,7 @@ from mlxspec.corpus import (
     save_settings,
     settings_in_force,
 )
-from mlxspec.corpus import memory as memory_module
+from mlxspec.corpus.memory import Memory
 from mlxspec.errors import FileError, OptionError
 from tests.support.hostile import json_values, mutated
 from tests.support.tokenizers import FIRST, SECOND

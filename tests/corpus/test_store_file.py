@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mlxspec.corpus.answers import identify
-from mlxspec.corpus.store import build_store, open_store
+from mlxspec.corpus.store import Store, build_store
 from mlxspec.errors import FileError
 from tests.support.tokenizers import FIRST
 
@@ -32,7 +32,7 @@ def refused(path: Path, data: bytes) -> str:
     """The message with which this content is refused."""
     path.write_bytes(data)
     with pytest.raises(FileError) as caught:
-        open_store(path, FIRST).verify()
+        Store(path, FIRST).verify()
     message = str(caught.value)
     assert message.startswith(f"{path}: ")
     assert "\n" not in message
@@ -93,7 +93,7 @@ def test_look_ups_bear_what_was_not_verified(path: Path, seed: int):
                 "<I", changed, 4 * word, pick.choice((0, 1, 3, 99, 100, 2**31, 2**32 - 2))
             )
         path.write_bytes(changed)
-        store = open_store(path)
+        store = Store(path)
         for tail in ([0, 1, 2], [3], [1] * 70, [2, 2, 0, 1]):
             tokens, occurrences = store.look_up(tail, 8)
             assert len(occurrences) <= 8
@@ -116,7 +116,7 @@ def test_arrays_that_do_not_fill_the_file_are_refused(path: Path, lengths: objec
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(("vocab_size", value) for value in (0, -1, 2**21, "many", None)),
+        *(("vocab_size", value) for value in (0, -1, 2**31, "many", None)),
         *(("tokenizer", value) for value in (5, None, ["first"])),
         *(("fingerprint", value) for value in ("zz", 5, None)),
     ],
@@ -129,17 +129,17 @@ def test_what_is_no_store_is_called_so(path: Path, tmp_path: Path):
     for content in (b"", b"{}", b"x" * 4096, b"[" * 5000 + b"\n", b'{"format": 1}  \n'):
         assert "is not an mlxspec store" in refused(path, content)
     with pytest.raises(FileError, match=r"nowhere: .*No such file.*`mlxspec store build`"):
-        open_store(tmp_path / "nowhere")
+        Store(tmp_path / "nowhere")
     with pytest.raises(FileError, match="is not an mlxspec store"):
-        open_store(tmp_path)
+        Store(tmp_path)
     with pytest.raises(FileError, match="cannot be read"):
-        open_store(path / "below")
+        Store(path / "below")
 
 
 def test_a_named_pipe_is_refused_and_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(FileError, match="pipe: is not an mlxspec store"):
-        open_store(tmp_path / "pipe")
+        Store(tmp_path / "pipe")
 
 
 def test_a_damaged_store_is_replaced_only_with_force(path: Path):
@@ -153,4 +153,4 @@ def test_a_damaged_store_is_replaced_only_with_force(path: Path):
 
 def test_a_name_cannot_command_a_terminal(path: Path):
     path.write_bytes(with_header(path.read_bytes(), tokenizer="a\x1b[2J\r\nb\u202e\ufffd"))
-    assert open_store(path).identity.name == "a?[2J??b?\ufffd"
+    assert Store(path).identity.name == r"a\x1b[2J\r\nb\u202e\ufffd"

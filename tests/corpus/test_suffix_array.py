@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.corpus import suffix_array
-from mlxspec.corpus.suffix_array import TOKEN_BITS, SuffixArray, sorted_places
+from mlxspec.corpus.suffix_array import MAX_VOCABULARY, SuffixArray, sorted_places
 from mlxspec.corpus.suffix_index import Occurrence
 
 TOKENS = st.lists(st.integers(-1, 3), max_size=80)
@@ -51,7 +51,7 @@ def test_equal_places_keep_the_texts_order():
 
 
 def test_the_largest_ids_are_ordered_too():
-    last = (1 << TOKEN_BITS) - 2
+    last = MAX_VOCABULARY - 1
     tokens = np.array([last, 1, last, 0, last - 1, 0, -1], dtype=np.int32)
     assert sorted_places(tokens).tolist() == [4, 2, 5, 1, 3]
 

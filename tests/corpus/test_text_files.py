@@ -54,7 +54,7 @@ def test_files_that_are_no_text_are_passed_over_and_counted(tmp_path: Path):
     write(tmp_path / "utf16", "text".encode("utf-16"))
     write(tmp_path / "empty", "")
     write(tmp_path / "marked", b"\xef\xbb\xbftext")
-    assert read(tmp_path) == (["text"], Counter(files=1, binary=3))
+    assert read(tmp_path) == (["text"], Counter(files=1, skipped=3))
 
 
 def test_pipes_are_not_waited_for(tmp_path: Path):
@@ -67,7 +67,7 @@ def test_pipes_are_not_waited_for(tmp_path: Path):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_files_that_may_not_be_read_are_counted(tmp_path: Path):
     write(tmp_path / "secret", "text").chmod(0)
-    assert read(tmp_path) == ([], Counter(unreadable=1))
+    assert read(tmp_path) == ([], Counter(skipped=1))
 
 
 def test_a_file_that_vanishes_is_counted(tmp_path: Path):
@@ -75,7 +75,7 @@ def test_a_file_that_vanishes_is_counted(tmp_path: Path):
     (tmp_path / "text").unlink()
     reading = Counter()
     assert list(read_texts(files, reading)) == []
-    assert reading == Counter(unreadable=1)
+    assert reading == Counter(skipped=1)
 
 
 def test_what_is_not_there_is_named(tmp_path: Path):

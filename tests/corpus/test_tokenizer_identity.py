@@ -4,7 +4,6 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from mlxspec.corpus.answers import identify
-from mlxspec.errors import FileError
 from tests.support.tokenizers import FIRST, FakeTokenizer
 
 
@@ -40,11 +39,3 @@ def test_added_tokens_belong_to_the_vocabulary():
 )
 def test_the_name_does_not_say_where_the_model_is(path: str, name: str):
     assert identify(FakeTokenizer(path)).name == name
-
-
-def test_ids_beyond_what_can_be_sorted_are_refused():
-    for vocabulary in ({}, {"a": -1}, {"a": 1 << 21}):
-        tokenizer = FakeTokenizer("odd")
-        tokenizer._vocabulary = vocabulary
-        with pytest.raises(FileError, match="the tokenizer odd has ids that no store can hold"):
-            identify(tokenizer)

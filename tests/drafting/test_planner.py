@@ -11,7 +11,7 @@ import pytest
 
 from mlxspec.bench.policies import verify
 from mlxspec.bench.replay import MAX_DEPTH, replay
-from mlxspec.corpus import Memory
+from mlxspec.corpus.memory import Memory
 from mlxspec.corpus.suffix_index import SEPARATOR, Excerpts, Occurrence
 from mlxspec.drafting.acceptance import AcceptanceModel, Corrections
 from mlxspec.drafting.chips import known_chip

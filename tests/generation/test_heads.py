@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxspec
-from mlxspec.corpus import Memory
+from mlxspec.corpus.memory import Memory
 from mlxspec.drafting.heads import HeadExperience
 from mlxspec.engine.heads import HeadDrafts, TrainedHead
 from mlxspec.engine.sampling import SamplingParams

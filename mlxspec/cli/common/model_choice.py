@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem
 from ...errors import MlxspecError
 from ...models.model_files import DEMO, is_repository_name
 from ..settings import MODEL as SETTING
-from ..settings import MODEL_VARIABLE, load_config
+from ..settings import MODEL_VARIABLE, load_aliases, load_config, resolved
 from .notes import note
 from .options import ARGUMENTS, Decorator, argument, option
 
@@ -54,21 +54,12 @@ MODEL = _Model()
 """A model, as a name that can be loaded."""
 
 
-def resolved(name: str) -> str:
-    """The model that a name stands for.
-
-    Raises:
-        FileError: the settings file is invalid.
-    """
-    return load_config().resolved(name)
-
-
 def known_names() -> Iterator[str]:
     """Names of models on this machine, found without opening them."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     with suppress(MlxspecError):  # the command itself reports it
-        yield from load_config().aliases
+        yield from load_aliases()
     yield DEMO
     for directory in sorted(Path(HF_HUB_CACHE).glob("models--*--*")):
         name = directory.name.removeprefix("models--").replace("--", "/", 1)
@@ -82,9 +73,8 @@ def default_model() -> str | None:
     Raises:
         FileError: the settings file is invalid.
     """
-    config = load_config()
-    if name := os.environ.get(MODEL_VARIABLE) or config.values.get(SETTING):
-        return config.resolved(name)
+    if name := os.environ.get(MODEL_VARIABLE) or load_config().get(SETTING):
+        return resolved(name)
     return DIRECTORY if Path(DIRECTORY).is_dir() else None
 
 
