@@ -268,8 +268,7 @@ class Engine:
                 if request.prefill:
                     ending.callback(request.prefill.close)
                 if request.sequence:
-                    keeps = request.lease is not None
-                    ending.callback(self._batch.leave, request.sequence, keep=keeps)
+                    ending.callback(self._batch.leave, request.sequence)
         except Exception as failure:
             request.error = request.error or failure
         try:
