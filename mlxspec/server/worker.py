@@ -319,14 +319,6 @@ class ModelQueue(Engine):
         self.served = served
         self._worker = worker
 
-    def turn(self, hurried: bool = False) -> bool:
-        """As :meth:`Engine.turn`; its step is measured."""
-        steps = self.steps
-        busy = super().turn(hurried)
-        if self.steps > steps:
-            self._worker.metrics.add_forward(self.step_seconds, *self.step_shape)
-        return busy
-
     def next_waiting(self) -> Request | None:
         """The next waiting request, if it fits into memory beside those that run.
 
