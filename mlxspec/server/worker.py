@@ -164,7 +164,7 @@ class ServedRequest(Request):
     def figures(self) -> dict[str, Any]:
         """The request's state and figures, as JSON."""
         plain, seconds = self.plain_seconds, self.decode_seconds
-        return {
+        figures = {
             "number": self.number,
             "model": self.served.name,
             "state": self.outcome or self.state,
@@ -179,6 +179,7 @@ class ServedRequest(Request):
             "gain": plain / seconds if plain and seconds else None,
             "seconds": time.perf_counter() - self.asked,
         }
+        return {k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items()}
 
     def start(self) -> None:
         make_room = partial(self.stream.worker.memory.reserve, self, self.need)
@@ -502,7 +503,4 @@ class Worker(EngineThread):
         self.recent.append(request.figures() | {"ended": now})
         self.requests.remove(request)
         self.metrics.add_end(request.outcome, now - request.asked)
-        try:
-            self.on_end(request)
-        except Exception:  # such as a log that nobody reads
-            _log.exception("the end of a generation could not be recorded")
+        self.on_end(request)
