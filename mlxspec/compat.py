@@ -360,9 +360,8 @@ def _run(
     )
     stats.decode_time = stats.generation_time
     if verbose:
-        accepted = sum(result.stats.accepted for result in results)
-        drafted = sum(result.stats.drafted for result in results)
-        _show_figures(stats, f"{accepted} of {drafted}", "[batch_generate] ")
+        sums = sum((result.stats for result in results), SpeculationStats())
+        _show_figures(stats, f"{sums.accepted} of {sums.drafted}", "[batch_generate] ")
     for result in results:  # mlx-lm does not return the token that ended an answer
         if result.tokens[-1] in decoder.tokenizer.eos_token_ids:
             result.tokens.pop()

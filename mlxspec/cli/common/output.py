@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -301,10 +301,7 @@ class Figures:
             self.seconds += generated / answer.generation_tps
         self.plain_cost += answer.stats.emitted if cost else 0.0
         self.cost += cost
-        sums = {
-            name: value + getattr(self.stats, name, 0) for name, value in vars(answer.stats).items()
-        }
-        self.stats = replace(answer.stats, **sums)
+        self.stats = self.stats + answer.stats if self.stats else answer.stats
 
     def panel(
         self,
