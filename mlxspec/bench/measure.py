@@ -438,7 +438,6 @@ def figures(prompts: Sequence[MeasuredPrompt], name: str) -> Report:
         ``speedup``: the rate against plain decoding: the median of each prompt's ratios, taken
         run by run, and of those the geometric mean. ``vs_mlx_lm``: the same against mlx-lm.
         ``tokens_per_step``, ``rows_per_step``, ``acceptance_rate``: over all steps.
-        ``equal``: on how many prompts all outputs were plain decoding's.
         Each is None where it is not known. There is no ratio if either backend was wrong: it wrote
         other texts.
     """
@@ -452,7 +451,6 @@ def figures(prompts: Sequence[MeasuredPrompt], name: str) -> Report:
         "tokens_per_step": stats.tokens_per_step if stats.steps else None,
         "rows_per_step": stats.rows / stats.steps if stats.steps else None,
         "acceptance_rate": stats.acceptance_rate if stats.drafted else None,
-        "equal": sum(not prompt.differences[name] for prompt in prompts),
     }
 
 

@@ -42,6 +42,7 @@ from .common.output import (
     ReportOptions,
     at_terminal,
     counted,
+    figures_table,
     folding_table,
     ratio,
 )
@@ -215,9 +216,8 @@ def _report(
     }
     if asked.adapter_path is not None:
         about["name"] += f" with adapters {Path(asked.adapter_path).resolve().name}"
-    facts = {"model": about, "machine": machine_facts(), "settings": settings}
-    report = bench_report(measured, facts)
-    return {**report, "curves": curves}
+    facts = {"model": about, "machine": machine_facts(), "settings": settings, "curves": curves}
+    return bench_report(measured, facts)
 
 
 def _submit(file: Path, report: Report) -> None:
@@ -243,6 +243,9 @@ def _submit(file: Path, report: Report) -> None:
 # --- tables ---
 
 
+_FIGURES = ("speedup", "vs_mlx_lm", "tokens_per_step", "rows_per_step", "acceptance_rate")
+
+
 def bench_tables(report: Report) -> Iterator[RenderableType]:
     """Speeds by category and over all, how exact the outputs are, and which decoder is fastest."""
     from ..bench.measure import exactness, verdict
@@ -258,19 +261,7 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
         cells = (f"{of['tokens_per_second']:.1f}  {ratio(of['speedup'])}" for of in speeds)
         table.add_row(one_line(category), str(entry["prompts"]), *cells)
     yield table
-    table = folding_table(
-        *("all", "vs plain", "vs mlx-lm", "tokens/step", "rows/step", "accepted", "equal"),
-        caption="geometric means of the categories; equal: prompts with plain's outputs",
-    )
-    for name, of in decoders.items():
-        table.add_row(
-            *(name, ratio(of["speedup"]), ratio(of["vs_mlx_lm"])),
-            _formatted(of["tokens_per_step"], ".2f"),
-            _formatted(of["rows_per_step"], ".2f"),
-            _formatted(of["acceptance_rate"], ".0%"),
-            str(of["equal"]),
-        )
-    yield table
+    yield figures_table("all", decoders, _FIGURES, "speed-ups: geometric means of the categories")
     if skipped := report["settings"].get("prompts_too_long"):
         yield f"{counted(skipped, 'prompt')} left out: longer than the model's context"
     yield exactness(report)
@@ -285,14 +276,9 @@ def _heading(model: Report, machine: Report) -> Iterator[str]:
         f"{model['name']}: {model['parameters']:,} parameters, {model['bits_per_weight']} bits "
         f"each in memory, {model['dtype']}{head}"
     )
-    blas = f", BLAS: {machine['blas']}" if "blas" in machine else ""
-    settings = f", {machine['mlx_settings']}" if "mlx_settings" in machine else ""
-    yield f"{machine['chip']} ({machine['device']}{blas}), {machine['system']}{settings}"
+    facts = ("chip", "device", "blas", "system", "mlx_settings")
+    yield ", ".join(machine[name] for name in facts if name in machine)
     yield (
         f"mlxspec {machine['mlxspec']}, mlx {machine['mlx']}, mlx-lm {machine['mlx_lm']}, "
         f"Python {machine['python']}"
     )
-
-
-def _formatted(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -238,6 +238,26 @@ class ReportOptions:
 def ratio(value: float | None) -> str:
     """Format the ratio of two speeds."""
     return "–" if value is None else f"{value:.2f}×"
+
+
+def figures_table(
+    heading: str, reports: Mapping[str, Mapping[str, Any]], names: Iterable[str], caption: str
+) -> Table:
+    """A table of reports, with a row for each and a column for each of the named figures.
+
+    Args:
+        heading: what the reports are of.
+        reports: figures by name, of which those that are unknown are None.
+        names: the figures to show.
+        caption: a text below the table.
+    """
+    columns = [*names]
+    headings = (name.replace("_", " ") for name in columns)
+    table = folding_table(heading, *headings, caption=caption)
+    for of, report in reports.items():
+        values = (report[name] for name in columns)
+        table.add_row(of, *("–" if value is None else f"{value:.3g}" for value in values))
+    return table
 
 
 def counted(number: int, thing: str) -> str:
