@@ -16,7 +16,6 @@ from ..jsonl import conversation_of, json_lines
 from .answers import TokenizerIdentity, identify
 from .suffix_index import (
     EXCERPT_TOKENS,
-    MAX_VOCABULARY,
     SEPARATOR,
     TOKEN_BYTES,
     Excerpts,
@@ -244,8 +243,7 @@ def _identity(header: Mapping[str, Any]) -> TokenizerIdentity:
     """The tokenizer in a store's header; raises ValueError if the header is damaged."""
     match header:
         case {"tokenizer": str(name), "vocab_size": int(vocab_size), "fingerprint": str(digits)}:
-            if 0 < vocab_size <= MAX_VOCABULARY:
-                return TokenizerIdentity(printable(name), vocab_size, bytes.fromhex(digits))
+            return TokenizerIdentity(printable(name), vocab_size, bytes.fromhex(digits))
     raise ValueError("has a damaged header")
 
 
