@@ -47,7 +47,7 @@ class PromptLookupDrafter(Drafter):
 
     def __init__(self, n_draft: int = 10, ngram_max: int = 3, ngram_min: int = 1) -> None:
         if n_draft < 1:
-            raise OptionError(f"n_draft is {n_draft}: draft at least 1 token")
+            raise OptionError(f"n_draft is {n_draft}: draft 1 token or more, or 0 for none")
         if not 1 <= ngram_min <= ngram_max <= _LONGEST_NGRAM:
             raise OptionError(
                 f"ngram_min is {ngram_min} and ngram_max {ngram_max}: "
