@@ -201,9 +201,7 @@ def show_command(model: str | None, as_json: bool) -> None:
         "experience": {"models": len(taught), "directory": str(experience_directory())},
         "tokenizers": [
             {
-                "tokenizer": one.identity.name,
-                "vocab_size": one.identity.vocab_size,
-                "fingerprint": one.identity.fingerprint.hex(),
+                "tokenizer": str(one.identity),
                 "model": one.model,
                 "on": settings.keeps(one.identity),
                 **one.count(),
@@ -223,11 +221,11 @@ def show_command(model: str | None, as_json: bool) -> None:
         ("learned", f"which drafts are right for {counted(len(taught), 'model')}; no text"),
         ("in", experience_directory()),
     )
-    for one, held in zip(kept, report["tokenizers"], strict=True):
+    for held in report["tokenizers"]:
         answers, tokens = counted(held["texts"], "answer"), counted(held["tokens"], "token")
         click.echo()
         print_rows(
-            ("tokenizer", one.identity),
+            ("tokenizer", held["tokenizer"]),
             ("memory", _ON[held["on"]]),
             ("holds", f"{answers}, {tokens}, {decimal(held['bytes'])}"),
             *((name, _at(held[name])) for name in ("oldest", "newest") if held[name] is not None),
