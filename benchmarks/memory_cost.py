@@ -94,7 +94,7 @@ def _put(results, function, *arguments) -> None:  # type: ignore[no-untyped-def]
 
 def learn(directory: Path, tokens: int) -> float:
     """CPU seconds per token."""
-    memory = Memory(kept=KeptAnswers(directory, identify(Words()), "", 10**9), on_trouble=print)
+    memory = Memory(10**9, kept=KeptAnswers(directory, identify(Words())), on_trouble=print)
     answers = Answers(tokens, 1)
     used = 0.0
     for number, answer in enumerate(answers.up_to(tokens)):
@@ -131,7 +131,7 @@ def draft(directory: Path, tokens: int) -> tuple[float, float, float, int]:
 def keep_short(directory: Path, number: int) -> None:
     """Add short answers, without an index."""
     pick = np.random.default_rng(4)
-    kept = KeptAnswers(directory, identify(Words()), "", 10**9)
+    kept = KeptAnswers(directory, identify(Words()))
     with kept.locked():
         for length in pick.integers(5, 21, number).tolist():
             kept.add((VOCABULARY * pick.random(length) ** 3).astype(np.int32).tobytes(), {})
@@ -141,9 +141,9 @@ def keep_short(directory: Path, number: int) -> None:
 def index_short(directory: Path) -> tuple[float, float]:
     """Seconds to build the index, and to find another process's answer (the median of nine)."""
     identity = identify(Words())
-    other = KeptAnswers(directory, identity, "", 10**9)
+    other = KeptAnswers(directory, identity)
     started = time.perf_counter()
-    memory = Memory(kept=KeptAnswers(directory, identity, "", 10**9), on_trouble=print)
+    memory = Memory(10**9, kept=KeptAnswers(directory, identity), on_trouble=print)
     memory.settle()
     indexed = time.perf_counter() - started
     costs = []

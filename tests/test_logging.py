@@ -12,7 +12,7 @@ import pytest
 
 import mlxspec
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.kept import CostCache
+from mlxspec.drafting.kept import CostCache, KnownTimes
 from mlxspec.engine import costs
 from mlxspec.engine.costs import costs_for
 from tests.support.demo import stand_in_decoder
@@ -28,7 +28,7 @@ def test_models_costs_and_capabilities_are_logged(
 ) -> None:
     caplog.set_level(logging.INFO, "mlxspec")
     times = [KnownTime(rows, seconds, 0.02 / 1.96, 9) for rows, seconds in MEASURED]
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: (times, None))
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: KnownTimes(times, "quick"))
     tokenizer = mlxspec.load("demo")[1]
     for _ in range(2):
         costs_for(repetitive_llama(), cache=CostCache(tmp_path))
@@ -90,7 +90,9 @@ def test_a_program_sees_what_it_has_set_up_to_see(set_up: bool) -> None:
     arguments = [sys.executable, "-c", WARNS, *(["set up"] if set_up else [])]
     seen = subprocess.run(arguments, capture_output=True, text=True, check=True).stderr
     if set_up:
-        assert seen.startswith("WARNING mlxspec.drafting.kept: step times are not kept in /dev")
+        assert seen.startswith(
+            "WARNING mlxspec.drafting.kept: step times and experience are not kept in /dev"
+        )
     else:
         assert seen == ""
 

@@ -161,7 +161,7 @@ def _following(
         texts = []
         for content in (_QUERY, prompt):
             messages, how = options.turns([{"role": "user", "content": content}])
-            how["tokenize"] = False
+            how = {"add_generation_prompt": True, "tokenize": False, **how}
             texts.append(apply_template(tokenizer, messages, **how))
         opening, prompt = texts
         prompt = prompt[len(opening.partition(_QUERY)[0]) :]

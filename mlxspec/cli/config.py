@@ -33,8 +33,8 @@ from .settings import (
     resolved,
 )
 
-_complete_key = names_completed(lambda: [*KEYS, ALIAS_PREFIX])
-_key = argument("key", f"One of {KNOWN}.", shell_complete=_complete_key)
+_completed = names_completed(lambda: [*KEYS, ALIAS_PREFIX])
+_key = argument("key", f"One of {KNOWN}.", shell_complete=_completed)
 
 
 @group("config", invoke_without_command=True, short_help="Set a default model, aliases, defaults.")
@@ -103,11 +103,8 @@ def get_command(key: str) -> None:
 @_key
 def unset_command(key: str) -> None:
     """Remove KEY from the settings."""
-    if key in load_config():
-        _write(key, None)
-        say(f"{key} is no longer set.")
-    else:
-        say(f"{key} was not set.")
+    _write(key, None)
+    say(f"{key} is not set.")
 
 
 def _show(config: dict[str, Any]) -> None:

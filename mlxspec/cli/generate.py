@@ -62,7 +62,6 @@ _output = partial(option, group="Output")
     "With --prompts: answer N at once.",
     default=8,
     type=COUNT,
-    needs=("--prompts",),
 )
 @_model("--max-tokens N", "Generate at most N tokens.", default=250, type=COUNT)
 @generation_options()
@@ -75,7 +74,6 @@ _output = partial(option, group="Output")
     "With --json or --prompts: log-probabilities of each token, and of the K likeliest tokens in "
     "its place.",
     type=click.IntRange(0),
-    needs=("--json", "--prompts"),
 )
 def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -> None:
     """Generate text with speculative decoding.

@@ -81,7 +81,7 @@ class Memories(ExitStack):
             return None
         if identity.fingerprint not in self._memories:
             try:
-                kept = KeptAnswers(memory_directory(), identity, _absolute(model), most)
+                kept = KeptAnswers(memory_directory(), identity, _absolute(model))
             except FileError as error:
                 note(f"{error}; answers are remembered only until this command ends")
                 return None

@@ -168,23 +168,17 @@ class KeptAnswers:
             process's memory.
         identity: the tokenizer.
         model: the name or path from which the tokenizer can be loaded again.
-        max_tokens: how many tokens to keep.
 
     Raises:
         FileError: the database cannot be made or opened.
     """
 
     def __init__(
-        self,
-        directory: Path | None,
-        identity: TokenizerIdentity,
-        model: str = "",
-        max_tokens: int = KEPT_TOKENS,
+        self, directory: Path | None, identity: TokenizerIdentity, model: str = ""
     ) -> None:
         self.directory = directory
         self.identity = identity
         self.model = model
-        self.max_tokens = max_tokens
         self._db = connect(directory)
         values = identity.fingerprint, identity.name, identity.vocab_size, model
         self._run(_ADD_TOKENIZER, *values)
@@ -258,8 +252,8 @@ class KeptAnswers:
         size = 4 * tokens
         if self.index_file and self.index_file.exists():
             size += self.index_file.stat().st_size
-        counts = {"texts": texts, "tokens": tokens, "bytes": size}
-        return {**counts, "oldest": oldest, "newest": newest}
+        names = "texts", "tokens", "bytes", "oldest", "newest"
+        return dict(zip(names, (texts, tokens, size, oldest, newest), strict=True))
 
     def earned_by_day(self) -> dict[str, dict[str, int]]:
         """The number of "answers" and the sums of EARNED, by local day of the answer's end."""
@@ -313,12 +307,9 @@ def connect(directory: Path | None) -> sqlite3.Connection:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             # SQLite gives its own files next to it the same mode.
             (directory / DATABASE).touch(PRIVATE)
-        database = sqlite3.connect(
-            directory / DATABASE if directory else ":memory:",
-            timeout=_BUSY_SECONDS,
-            isolation_level=None,
-            check_same_thread=False,
-        )
+        path = directory / DATABASE if directory else ":memory:"
+        database = sqlite3.connect(path, _BUSY_SECONDS, check_same_thread=False)
+        database.isolation_level = None  # transactions are explicit
         database.executescript(_OPTIONS)
         ((version,),) = database.execute("PRAGMA user_version").fetchall()
         if version == 0:
@@ -412,14 +403,12 @@ def load_settings() -> Settings:
         FileError: they cannot be read.
     """
     path = memory_directory() / _SETTINGS
-    value = None
+    if not path.exists():
+        return Settings()
     with suppress(OSError, ValueError, RecursionError):
-        if not path.exists():
-            return Settings()
-        value = load_json(path.read_bytes())
-    match value:
-        case {"everything": bool(on), "except": list(names), "max_tokens": int(most)} if most > 0:
-            return Settings(on, frozenset(map(str, names)), most)
+        match load_json(path.read_bytes()):
+            case {"everything": bool(on), "except": list(names), "max_tokens": int(n)} if n > 0:
+                return Settings(on, frozenset(map(str, names)), n)
     raise FileError(f"{path}: cannot be read; remove it, and set it again with `mlxspec memory`")
 
 

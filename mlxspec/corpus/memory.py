@@ -76,8 +76,8 @@ class Memory:
     were least recently given.
 
     Args:
-        max_tokens: how many tokens to remember, 0 for none. By default the limit of ``kept``, or
-            MAX_TOKENS.
+        max_tokens: how many tokens to remember, 0 for none. By default KEPT_TOKENS with ``kept``,
+            and MAX_TOKENS without.
         kept: the database that keeps the answers; the memory closes it. Without it they end with
             the process.
         on_trouble: called in the memory's thread with a line that describes a failure. The memory
@@ -99,7 +99,7 @@ class Memory:
         on_trouble: OnTrouble = lambda line: None,
     ) -> None:
         if max_tokens is None:
-            max_tokens = kept.max_tokens if kept else MAX_TOKENS
+            max_tokens = KEPT_TOKENS if kept else MAX_TOKENS
         if type(max_tokens) is not int or max_tokens < 0:
             raise OptionError(f"max_tokens is {max_tokens!r}: give a whole number, at least 0")
         self.kept = kept
@@ -133,8 +133,8 @@ class Memory:
             FileError: the directory cannot be made or written.
         """
         model = str(getattr(tokenizer, "name_or_path", ""))
-        kept = KeptAnswers(Path(directory), identify(tokenizer), model, max_tokens)
-        return cls(kept=kept, on_trouble=on_trouble)
+        kept = KeptAnswers(Path(directory), identify(tokenizer), model)
+        return cls(max_tokens, kept=kept, on_trouble=on_trouble)
 
     def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = EXCERPT_TOKENS) -> Excerpts:
         """Find what followed earlier occurrences of a context's end.
@@ -263,9 +263,8 @@ class _MemoryWorker:
         if self._answers.index_file:
             with suppress(OSError, ValueError):
                 segment = SuffixArray.open(self._answers.index_file, INDEX_FORMAT)
-                match segment.header:
-                    case {"stamp": int(stamp), "last": int()} if stamp == self._stamp:
-                        return segment
+                if segment.header.get("stamp") == self._stamp:
+                    return segment
         return SuffixArray(np.empty(0, np.int32), np.empty(0, np.int32))
 
     def _publish(self, segment: SuffixArray) -> None:

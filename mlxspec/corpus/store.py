@@ -15,7 +15,6 @@ from ..files import check_writable, replaced
 from ..jsonl import conversation_of, json_lines
 from .answers import TokenizerIdentity, identify
 from .suffix_array import (
-    MAX_VOCABULARY,
     TOKEN_BYTES,
     SuffixArray,
     encode_texts,
@@ -241,8 +240,7 @@ def _identity(header: Mapping[str, Any]) -> TokenizerIdentity:
     """The tokenizer in a store's header; raises ValueError if the header is damaged."""
     match header:
         case {"tokenizer": str(name), "vocab_size": int(vocab_size), "fingerprint": str(digits)}:
-            if 0 < vocab_size <= MAX_VOCABULARY:
-                return TokenizerIdentity(printable(name), vocab_size, bytes.fromhex(digits))
+            return TokenizerIdentity(printable(name), vocab_size, bytes.fromhex(digits))
     raise ValueError("has a damaged header")
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import stat
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -73,10 +71,10 @@ class SuffixArray:
             OSError: the file cannot be read.
             ValueError: the file is damaged or has another format.
         """
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size <= _HEADER:
+        size = path.stat().st_size
+        if size <= _HEADER or path.is_dir():
             raise ValueError(f"is not an {format_name}")
-        whole = np.asarray(np.memmap(path, "<i4", "r", shape=status.st_size // TOKEN_BYTES))
+        whole = np.asarray(np.memmap(path, "<i4", "r", shape=size // TOKEN_BYTES))
         with suppress(ValueError, RecursionError):
             header = load_json(whole[: _HEADER // TOKEN_BYTES].tobytes())
             match header:
@@ -120,11 +118,14 @@ class SuffixArray:
         recent = list(tail[-MAX_LENGTH:])[::-1]
         if SEPARATOR in recent:
             del recent[recent.index(SEPARATOR) :]
-        first, last = 0, len(self._order)
+        tokens, first, last = self._tokens, 0, len(self._order)
         for depth in (_SHORT, MAX_LENGTH):
-            key, wanted = partial(self._before, depth), recent[:depth]
-            first = bisect_left(self._order, wanted, first, last, key=key)
-            last = bisect_right(self._order, wanted, first, last, key=key)
+
+            def before(place: int, depth: int = depth) -> list[int]:
+                return tokens[max(place - depth, 0) : place].tolist()[::-1]
+
+            first = bisect_left(self._order, recent[:depth], first, last, key=before)
+            last = bisect_right(self._order, recent[:depth], first, last, key=before)
         low, high = first - 1, first
         below, above = self._length(low, recent), self._length(high, recent)
         found: list[tuple[int, int]] = []
@@ -138,10 +139,6 @@ class SuffixArray:
                 high += 1
                 above = self._length(high, recent)
         return sorted(found, reverse=True)
-
-    def _before(self, depth: int, place: int) -> list[int]:
-        """The ``depth`` tokens before a place, read backwards."""
-        return self._tokens[max(place - depth, 0) : place].tolist()[::-1]
 
     def _length(self, slot: int, recent: list[int]) -> int:
         """How many of the tokens before a slot's place match."""
@@ -164,9 +161,8 @@ def merged_order(old: SuffixArray, new: SuffixArray) -> Iterator[np.ndarray]:
     Yields:
         the next places of the order, (n,) of int32. New places come after equal old ones.
     """
-    chunks = range(0, len(new.order), _CHUNK)
     slots, first = np.empty(len(new.order), np.int64), 0
-    for start in chunks:
+    for start in range(0, len(new.order), _CHUNK):
         chunk = slice(start, start + _CHUNK)
         slots[chunk] = _slots_among(old, new.tokens, new.order[chunk], first)
         first = slots[chunk][-1]

@@ -59,8 +59,6 @@ class SuffixIndex:
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens = array("i", tokens)
-        self._whole = False
-        """Whether the tables hold the whole text; an interrupt can leave some of it out."""
         self._file_all()
 
     def __len__(self) -> int:
@@ -75,9 +73,8 @@ class SuffixIndex:
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
         text, shift, start = self.tokens, self._shift, len(self.tokens)
-        whole, self._whole = self._whole, False
         text.extend(tokens)
-        if not whole or start < _SIZES[0] or len(text) > 1 << _HASH_BITS - shift:
+        if start < _SIZES[0] or len(text) > 1 << _HASH_BITS - shift:
             self._file_all()
             return
         added = text[start:]
@@ -90,7 +87,6 @@ class SuffixIndex:
                 end += 1
                 heads[bucket] = end
             self._hashes[size] = value
-        self._whole = True
 
     def occurrences(self) -> list[Occurrence]:
         """Where the text's last tokens occurred before, as :meth:`matches` of another text."""
@@ -151,7 +147,6 @@ class SuffixIndex:
             heads, links = _hash_chains(hashes >> self._shift, bits)
             self._tables.append((size, pow(_BASE, size + 1, 1 << _HASH_BITS), heads, links))
             self._hashes[size] = int(hashes[-1]) if len(hashes) else 0
-        self._whole = True
 
 
 def _ngram_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
@@ -206,7 +201,6 @@ def excerpts(
         depth: the most tokens of an excerpt.
         vocab_size: all ids must be below it.
     """
-    tail = tail[-MAX_LENGTH:]
     found: list[tuple[int, int, Any]] = []
     for one in indexes:
         with suppress(IndexError):  # a damaged file

@@ -47,7 +47,7 @@ def meet(group: mx.distributed.Group) -> Channel:
             return Channel(rank, _accept(listener, secret, size - 1))
     addresses, port, secret = json.loads(_broadcast(""))
     connection = _connect(addresses, port)
-    connection.sendall(_greeting(secret, rank))
+    connection.sendall(f"{secret} {rank}\n".encode())
     return Channel(rank, {0: connection})
 
 
@@ -72,13 +72,9 @@ def _broadcast(text: str) -> str:
     return bytes(cast(list[int], summed.tolist())).decode()
 
 
-def _greeting(secret: str, rank: int) -> bytes:
-    return f"{secret} {rank}\n".encode()
-
-
 def _accept(listener: socket.socket, secret: str, count: int) -> dict[int, socket.socket]:
     """Wait until ``count`` ranks have connected."""
-    ranks = {_greeting(secret, rank): rank for rank in range(1, count + 1)}
+    ranks = {f"{secret} {rank}\n".encode(): rank for rank in range(1, count + 1)}
     peers: dict[int, socket.socket] = {}
     while len(peers) < count:
         connection, _ = listener.accept()

@@ -21,10 +21,9 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafting.drafter import DraftTree
-from ..engine.joint import Joint, JointMode, JointRows
-from ..engine.params import CacheOptions
-from ..engine.target import Capability, Target, vocabulary_size
-from ..errors import LoadError, MlxspecError, OptionError
+from ..engine.joint import Joint, JointRows
+from ..engine.target import Target, vocabulary_size
+from ..errors import LoadError, MlxspecError
 from ..models.model import evaluate, load
 from .channel import Channel, meet
 from .launch import end_with, uninterrupted
@@ -173,31 +172,13 @@ class Leader:
         self._number(model, number)
         return model, tokenizer
 
-    def target(
-        self,
-        model: nn.Module,
-        capability: Capability,
-        vocab_size: int,
-        options: CacheOptions | None = None,
-        cache: Sequence[Any] | None = None,
-        marks: int = 0,
-    ) -> LeadingTarget:
-        """Make a target at every rank, with the arguments of :class:`Target`.
-
-        Raises:
-            OptionError: there is a prompt cache, which would hold a whole model's keys and values.
-        """
-        if cache is not None:
-            raise OptionError(
-                "a prompt cache is not split over several machines as the model is: leave it out, "
-                "or run without mlx.launch"
-            )
-        args = model, capability, vocab_size, options, None, marks
+    def target(self, *args: Any) -> LeadingTarget:
+        """Make a target at every rank, with the arguments of :class:`Target`."""
         return self.share_result(LeadingTarget(*args), Target, *args)
 
-    def joint(self, model: nn.Module, mode: JointMode, spare: int | None = None) -> LeadingJoint:
+    def joint(self, *args: Any) -> LeadingJoint:
         """Make a joint at every rank, with the arguments of :class:`Joint`."""
-        return self.share_result(LeadingJoint(model, mode, spare), Joint, model, mode, spare)
+        return self.share_result(LeadingJoint(*args), Joint, *args)
 
     def share_result(self, made: Made, function: Callable[..., Any], *args: Any) -> Made:
         """Let the followers make what this rank has made, and repeat what is done with it."""

@@ -157,10 +157,8 @@ class Sequence:
         """
         self._started = time.perf_counter() - self._uncounted
         max_depth = self.max_depth
-        if plan is None:
-            proposed = self.drafter.propose(max_depth)
-        else:
-            proposed = cast("Planner", self.drafter).draft(plan)
+        planner = cast("Planner", self.drafter)
+        proposed = planner.draft(plan) if plan else self.drafter.propose(max_depth)
         tree = self._fitting(proposed, max_depth)
         on_gpu = mx.default_device().type == mx.gpu
         self._drafting = 0.0 if on_gpu else time.perf_counter() - self._started
@@ -177,15 +175,6 @@ class Sequence:
     def max_depth(self) -> int:
         """The greatest depth of the next draft."""
         return min(self.remaining - 1, self.target.max_depth)
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether another step may follow the proposed one."""
-        return self.remaining > 1 or self.chooser.looks_ahead
-
-    def is_pipelined(self) -> bool:
-        """Whether the next forward may be dispatched before the proposed step's token is known."""
-        return not self.proposed and self.drafter.pipelined
 
     def _fitting(self, proposed: object, max_depth: int) -> DraftTree:
         """Cut a proposal to what the target can verify and the output has room for."""
@@ -204,11 +193,11 @@ class Sequence:
         assert self.ahead
         if self.ahead.logits is not None:
             with mx.stream(generation_stream):
-                self.choose(self.ahead, (self.target, mx.array([self.last]), self.tree))
+                self.choose(self.ahead, self.tree)
                 mx.async_eval(self.ahead.arrays)
         self.forward, self.ahead = self.ahead, None
 
-    def choose(self, forward: Forward, rows: JointRows, unknown: bool = False) -> None:
+    def choose(self, forward: Forward, tree: DraftTree, unknown: mx.array | None = None) -> None:
         """Choose the target's token after each row of a forward, lazily.
 
         The tokens that a constraint allows after a row depend on the row's token. While that is
@@ -216,18 +205,17 @@ class Sequence:
 
         Args:
             forward: this sequence's.
-            rows: the rows of the forward.
-            unknown: whether the token of its single row has not been read yet.
+            tree: its rows.
+            unknown: the token of its single row, (1,), if that has not been read yet.
         """
         grammar = self.chooser.grammar
-        if forward.logits is None or (grammar and unknown):
+        if forward.logits is None or (grammar and unknown is not None):
             return
-        _, tokens, tree = rows
-        following = self.length + unknown
+        following = self.length + (unknown is not None)
         choices, logprobs = self.chooser.choose(
             forward.logits,
             [following + depth for depth in tree.depths],
-            self.chooser.contexts(tree, tokens if unknown else None),
+            self.chooser.contexts(tree, unknown),
             grammar.masks(tree) if grammar else None,
         )
         forward.set_choices(choices, logprobs, self.chooser.greedy)
@@ -380,17 +368,20 @@ def joint_step(
         plans: for the sequences whose drafts were planned together.
 
     Returns:
-        per sequence, its step, or the exception of its drafter, processor or sampler. Such a
-        sequence must be closed; the others continue.
+        per sequence, its step, or the exception of its drafter, processor, sampler or forward. Such
+        a sequence must be closed; the others continue.
     """
     plans = plans or {}
     proposed = each(lambda sequence: sequence.propose(plans.get(sequence)), sequences)
     waiting = [sequence for sequence in proposed if not sequence.ahead]
-    ready = each(Sequence.take_ahead, [sequence for sequence in proposed if sequence.ahead])
-    running = [*ready, *dispatch(waiting, joint)]
-    dispatch_next(running, joint)
-    accepted = each(Sequence.accept, running)
-    keep(accepted)
+    try:
+        ready = each(Sequence.take_ahead, [sequence for sequence in proposed if sequence.ahead])
+        running = [*ready, *dispatch(waiting, joint)]
+        dispatch_next(running, joint)
+        accepted = each(Sequence.accept, running)
+        keep(accepted)
+    except Exception as error:  # from the forward, which all share
+        return [sequence.fault or error for sequence in sequences]
     steps = each(Sequence.settle, accepted)
     return [steps[own] if own.fault is None else own.fault for own in sequences]
 
@@ -416,14 +407,14 @@ def dispatch(
     rows = {sequence: sequence.rows(ahead) for sequence in sequences}
     n_rows = sum(len(tree) for _, _, tree in rows.values())
     with mx.stream(generation_stream):
-        spans: abc.Sequence[slice | None] = [None]
+        spans = [slice(None)]
         if joint and len(rows) > 1:
             logits, spans = joint.forward([*rows.values()])
         else:
             ((target, tokens, tree),) = rows.values()
             logits = target.forward(tokens, tree)
         forwards = {
-            sequence: Forward(logits if span is None else logits[span], n_rows, len(rows), ahead)
+            sequence: Forward(logits[span], n_rows, len(rows), ahead)
             for sequence, span in zip(rows, spans, strict=True)
         }
         if any(sequence.chooser.grammar for sequence in rows):
@@ -432,7 +423,9 @@ def dispatch(
             choices, logprobs = sequences[0].chooser.choose(logits, ())
             for forward, span in zip(forwards.values(), spans, strict=True):
                 forward.set_choices(choices[span], logprobs[span], greedy=True)
-        chosen = each(lambda s: s.choose(forwards[s], rows[s], ahead), rows)
+        chosen = each(
+            lambda s: s.choose(forwards[s], rows[s][2], rows[s][1] if ahead else None), rows
+        )
     # Evaluate everything that outlives the step, since only this thread can read lazy arrays. The
     # choices do not depend on all caches, such as a recurrent layer's last state or the keys of a
     # sparse layer's index.
@@ -455,8 +448,8 @@ def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
 
     All or none: two forwards of a few rows take longer than one.
     """
-    going_on = [sequence for sequence in sequences if sequence.may_go_on]
-    pipelined = each(Sequence.is_pipelined, going_on)
+    going_on = [s for s in sequences if s.remaining > 1 or s.chooser.looks_ahead]
+    pipelined = each(lambda s: not s.proposed and s.drafter.pipelined, going_on)
     if all(pipelined.values()):
         dispatch([*pipelined], joint, ahead=True)
 
@@ -513,14 +506,10 @@ class Batch:
         if self._joint:
             self._joint.join(sequence.target)
 
-    def leave(self, sequence: Sequence, keep: bool = True) -> None:
-        """Remove a sequence, before it is closed.
-
-        Args:
-            keep: whether the content of its target's caches is still needed.
-        """
+    def leave(self, sequence: Sequence) -> None:
+        """Remove a sequence, before it is closed."""
         if self._joint:
-            self._joint.leave(sequence.target, keep)
+            self._joint.leave(sequence.target)
         for costs in self._costs_of.values():
             self._planned(costs.end)
 
@@ -530,7 +519,7 @@ class Batch:
         outcomes: dict[Sequence, VerifiedStep | Exception] = {}
         if len(together) > 1:
             outcomes = dict(zip(together, self._step_together(together), strict=True))
-        return [outcomes[s] if s in outcomes else _step_alone(s) for s in sequences]
+        return [outcomes[s] if s in outcomes else joint_step([s])[0] for s in sequences]
 
     def _step_together(self, sequences: abc.Sequence[Sequence]) -> list[VerifiedStep | Exception]:
         started = time.perf_counter()
@@ -604,14 +593,6 @@ def _planners(sequences: abc.Sequence[Sequence]) -> dict[Sequence, Planner]:
         for sequence in sequences
         if isinstance(sequence.drafter, Planner) and not sequence.drafter.failed
     }
-
-
-def _step_alone(sequence: Sequence) -> VerifiedStep | Exception:
-    """Run one sequence's step with a forward of its own."""
-    try:
-        return step(sequence)
-    except Exception as error:  # including the forward's, which no other sequence shares
-        return error
 
 
 # --- step times ---

@@ -14,6 +14,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from ..drafting.drafter import DraftTree
+from ..errors import OptionError
 from .caches import (
     Snapshot,
     TreeRows,
@@ -394,16 +395,14 @@ class Target:
         self,
         tokens: Sequence[int],
         on_progress: Progress | None = None,
-        as_mlx_lm: bool = False,
     ) -> None:
         """Put prompt tokens into the caches, ``prefill_step_size`` of the options at a time.
 
         Args:
             tokens: of the prompt.
             on_progress: called before each chunk, and at the end.
-            as_mlx_lm: as for :meth:`prefill_in_chunks`.
         """
-        for done in self.prefill_in_chunks(tokens, as_mlx_lm=as_mlx_lm):
+        for done in self.prefill_in_chunks(tokens):
             if on_progress:
                 on_progress(done, len(tokens))
 
@@ -522,6 +521,11 @@ def target_for(
         OptionError: ``cache`` is given for a model that is split.
     """
     leader = getattr(model, "leader", None)
+    if leader and cache is not None:  # it would hold a whole model's keys and values
+        raise OptionError(
+            "a prompt cache is not split over several machines as the model is: leave it out, "
+            "or run without mlx.launch"
+        )
     make = leader.target if leader else Target
     return make(model, capability, vocab_size, options, cache, marks)
 

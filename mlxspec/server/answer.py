@@ -463,7 +463,7 @@ class ApiAnswer(ABC):
 
 _log = logging.getLogger("mlxspec.server")
 
-_LOOKING = 0.2  # seconds between two looks whether the client of a whole answer has left
+_LOOKING = 0.1  # seconds between two looks whether the client of a whole answer has left
 FAILED = ApiError("the server has failed: see its log", status=500)
 
 

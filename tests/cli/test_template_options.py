@@ -217,9 +217,8 @@ def test_a_template_that_refuses_them_is_one_line(endless: Path, tmp_path: Path)
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     result = run(generate_command, "a", "--model", model, "--system-prompt", "b")
     assert result.exit_code == 1
-    assert result.stderr == (
-        "Error: the chat template failed (no): use --raw, or no options of the chat template\n"
-    )
+    assert result.stderr.startswith("Error: the chat template failed (no): ")
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -38,8 +38,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def opened(directory: Path, lines: list[str] | None = None, **options: int) -> Memory:
     """A memory that has indexed what is there."""
-    kept = KeptAnswers(directory, IDENTITY, **options)
-    held = Memory(kept=kept, on_trouble=fail if lines is None else lines.append)
+    kept = KeptAnswers(directory, IDENTITY)
+    held = Memory(**options, kept=kept, on_trouble=fail if lines is None else lines.append)
     held.settle()
     return held
 

@@ -19,7 +19,6 @@ from mlxspec.corpus.suffix_index import (
     continuations,
 )
 from tests.support.examples import examples
-from tests.support.interrupts import interrupted_anywhere
 
 
 def match_lengths(text: Sequence[int]) -> dict[int, int]:
@@ -68,19 +67,6 @@ def test_growing_past_its_tables_loses_nothing() -> None:
         assert grown.occurrences() == whole.occurrences() != []
         grown.extend([token])
         whole.extend([token])
-
-
-def test_an_index_whose_extension_was_interrupted_is_made_whole_by_the_next() -> None:
-    source = random.Random(2)
-    text = [source.randrange(4) for _ in range(80)]
-    for index in interrupted_anywhere(
-        [SuffixIndex.extend],
-        lambda: SuffixIndex(text[:70]),
-        lambda index: index.extend(text[70:]),
-    ):
-        index.extend([3])
-        assert index.tokens.tolist() in ([*text[:70], 3], [*text, 3])
-        assert index.occurrences() == newest_eight_per_size(index.tokens)
 
 
 def test_the_largest_token_ids_and_separators_are_kept() -> None:

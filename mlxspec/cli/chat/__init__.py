@@ -89,7 +89,7 @@ def chat_command(
     From a pipe, every line is a message. Three double quotes begin and end a message of several
     lines.
     """
-    from .terminal import message_reader
+    from .terminal import MarkdownPrinter, message_reader
 
     saved = read_chat(load) if load else None
     console, template = error_console(color), chat_template_config or {}
@@ -105,7 +105,10 @@ def chat_command(
             memories.suggest_once()
         else:
             model = RemoteModel(server, generation, template)
-        chat = Chat(model, generation, console, color, markdown, sys.stdin.isatty())
+        printer: Callable[[], TokenPrinter | MarkdownPrinter] = partial(TokenPrinter, color)
+        if markdown and sys.stdout.isatty():
+            printer = partial(MarkdownPrinter, output_console(color))
+        chat = Chat(model, generation, console, printer, sys.stdin.isatty())
         if chat.interactive:
             chat.say(f"Chatting with {one_line(model.name)}. /help lists commands and keys.")
         if saved:
@@ -122,8 +125,7 @@ class Chat:
         model: the model that answers.
         generation: the options of answers; /retry may override the temperature and the seed.
         console: standard error.
-        color: as for :func:`mlxspec.terminal.wants_color`.
-        markdown: whether answers are rendered as Markdown.
+        printer: makes what writes an answer.
         interactive: show figures, and continue after an error.
         system_prompt: the system prompt, before all messages.
     """
@@ -131,8 +133,7 @@ class Chat:
     model: LocalModel | RemoteModel
     generation: Generation
     console: Console
-    color: bool | None = None
-    markdown: bool = False
+    printer: Callable[[], TokenPrinter | MarkdownPrinter] = TokenPrinter
     interactive: bool = True
     system_prompt: str | None = None
 
@@ -202,7 +203,7 @@ class Chat:
         self.messages.append({"role": "user", "content": message})
         sampled = replace(self.generation.sampling, **sampling)
         asked = replace(self.generation, sampling=sampled)
-        printer, said = self._printer(), ""
+        printer, said = self.printer(), ""
         last: GenerationResponse | None = None
         try:
             tokens = self._fitting_prompt()
@@ -277,13 +278,6 @@ class Chat:
         return counted((len(self.messages) + 1) // 2, "turn")
 
     # Output.
-
-    def _printer(self) -> TokenPrinter | MarkdownPrinter:
-        if not (self.markdown and sys.stdout.isatty()):
-            return TokenPrinter(self.color)
-        from .terminal import MarkdownPrinter
-
-        return MarkdownPrinter(output_console(self.color))
 
     def say(self, text: str) -> None:
         """Print a text that is not an answer."""
@@ -488,11 +482,9 @@ class LocalModel:
         Raises:
             PromptError: the template fails, for example because it takes no system prompt.
         """
-        from ...models.chat_template import apply_template
+        from ...models.chat_template import conversation_ids
 
-        how = {"add_generation_prompt": True, **self._template_arguments}
-        tokens: list[int] = apply_template(self.decoder.tokenizer, messages, **how)
-        return tokens
+        return conversation_ids(self.decoder.tokenizer, messages, self._template_arguments)
 
     def stream(
         self, generation: Generation, tokens: Sequence[int], on_progress: Progress

@@ -97,7 +97,6 @@ class DraftingOptions:
         "Draft at most N tokens with --draft-model.",
         default=2,
         type=COUNT,
-        needs=("--draft-model",),
     )
     head: str | None = _auto(*HEAD, type=MODEL)
     no_head: bool = option_field(*NO_HEAD, default=False)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from ...errors import MlxspecError, OptionError
 from ..settings import defaults_of
@@ -53,7 +52,6 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         with reported():
-            _check_needs(ctx)
             return super().invoke(ctx)
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -92,29 +90,11 @@ def argument(name: str, help: str, **more: Any) -> Decorator:
 
 
 class Option(click.Option):
-    """An option with a heading, ``group``; it has no effect without one of those it ``needs``."""
+    """An option with a heading, ``group``."""
 
-    def __init__(
-        self, *args: Any, group: str | None = None, needs: Sequence[str] = (), **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, group: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.group, self.needs = group, needs
-
-
-def _check_needs(ctx: click.Context) -> None:
-    """Check that each option of the command line has what it needs.
-
-    Raises:
-        OptionError: an option would have no effect.
-    """
-    values = {name: ctx.params.get(one.name) for one in ctx.command.params for name in one.opts}
-    for one in ctx.command.params:
-        given = ctx.get_parameter_source(one.name) is ParameterSource.COMMANDLINE
-        if given and (needs := getattr(one, "needs", ())) and not any(map(values.get, needs)):
-            raise OptionError(
-                f"{one.opts[0]} has no effect without {' or '.join(needs)}: add it, or leave out "
-                f"{one.opts[0]}"
-            )
+        self.group = group
 
 
 COUNT = click.IntRange(1)
