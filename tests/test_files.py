@@ -177,7 +177,7 @@ def _socket(path: Path) -> None:
 WRITERS = {
     "store": lambda path: build_store(path, [[1, 2, 3]], FIRST, force=True),
     "prompt cache": lambda path: save_prompt_cache(path, [cache.KVCache()]),
-    "report": lambda path: ReportOptions(html=path).show_tables({}, lambda: ["new"]),
+    "report": lambda path: ReportOptions(html=path).show_tables({}, ["new"]),
 }
 KINDS = {
     "pipe": os.mkfifo,

@@ -160,7 +160,7 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
             )
         check_writable(file)
     report = _report(model, asked, backends, questions, sampling)
-    shows.show_tables(report, lambda: bench_tables(report))
+    shows.show_tables(report, bench_tables(report))
     for line in report["wrong"]:
         click.echo(f"Error: {one_line(line)}", err=True)
     if report["wrong"]:

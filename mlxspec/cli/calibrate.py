@@ -98,7 +98,7 @@ def calibrate_command(
     else:
         wanted = False if no_head or sequences > 1 else head
         report = _measured(needed_model(model), adapter_path, wanted, context, sequences)
-    shows.show_tables(report, lambda: _tables(report))
+    shows.show_tables(report, _tables(report))
 
 
 # --- the curves: measured, or known from before ---

@@ -94,19 +94,16 @@ def explain_command(
         first = next(drafted, 0) if skip is None else skip
         text, model = _text_of(decoder.tokenizer), given_name(model_or_default(generation.model))
 
-        def parts() -> Iterator[RenderableType]:
-            stats = last.stats
-            yield (
-                f"{one_line(model)}, decoder {generation.drafting.kind}: tokens {stats.emitted}, "
-                f"steps {stats.steps}, tokens per step {stats.tokens_per_step:.2f}, "
-                f"rows per step {stats.rows / stats.steps:.1f}"
-            )
-            if origins := accepted_by_origin(recorded):
-                yield f"accepted drafts: {origins}"
-            yield from drawn(recorded, first, steps, tokens, text)
-
+        stats = last.stats
+        heading = (
+            f"{one_line(model)}, decoder {generation.drafting.kind}: tokens {stats.emitted}, "
+            f"steps {stats.steps}, tokens per step {stats.tokens_per_step:.2f}, "
+            f"rows per step {stats.rows / stats.steps:.1f}",
+            f"accepted drafts: {accepted_by_origin(recorded) or 'none'}",
+        )
         note_if_demo(generation.model)
-        shows.show_tables({}, parts, color)
+        drawing = drawn(recorded, first, steps, tokens, text)
+        shows.show_tables({}, [*heading, *drawing], color)
         generation.note_if_full(decoder.model, last.finish_reason, last.generation_tokens)
         memories.suggest_once()
 

@@ -85,7 +85,8 @@ class Memories(ExitStack):
             except FileError as error:
                 note(f"{error}; answers are remembered only until this command ends")
                 return None
-            memory = self._memories[identity.fingerprint] = Memory(most, kept=kept, on_trouble=note)
+            memory = Memory(most, kept=kept, on_trouble=note)
+            self._memories[identity.fingerprint] = memory
             self.push(lambda kind, *_: memory.close(patience=0 if kind else None))
         return self._memories[identity.fingerprint]
 
@@ -201,9 +202,7 @@ def show_command(model: str | None, as_json: bool) -> None:
         "experience": {"models": len(taught), "directory": str(experience_directory())},
         "tokenizers": [
             {
-                "tokenizer": one.identity.name,
-                "vocab_size": one.identity.vocab_size,
-                "fingerprint": one.identity.fingerprint.hex(),
+                "tokenizer": str(one.identity),
                 "model": one.model,
                 "on": settings.keeps(one.identity),
                 **one.count(),
@@ -223,11 +222,11 @@ def show_command(model: str | None, as_json: bool) -> None:
         ("learned", f"which drafts are right for {counted(len(taught), 'model')}; no text"),
         ("in", experience_directory()),
     )
-    for one, held in zip(kept, report["tokenizers"], strict=True):
+    for held in report["tokenizers"]:
         answers, tokens = counted(held["texts"], "answer"), counted(held["tokens"], "token")
         click.echo()
         print_rows(
-            ("tokenizer", one.identity),
+            ("tokenizer", held["tokenizer"]),
             ("memory", _ON[held["on"]]),
             ("holds", f"{answers}, {tokens}, {decimal(held['bytes'])}"),
             *((name, _at(held[name])) for name in ("oldest", "newest") if held[name] is not None),

@@ -142,10 +142,8 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
         for chip, reports in comparison.items()
         for name, report in reports.items()
     ]
-    shows.show_tables(
-        {**entries[0], "comparison": entries},
-        lambda: _tables(comparison, chips, asked.concurrency),
-    )
+    tables = _tables(comparison, chips, asked.concurrency)
+    shows.show_tables({**entries[0], "comparison": entries}, tables)
 
 
 def _policies(asked: ReplayOptions) -> dict[str, ReplayPolicy]:

@@ -547,6 +547,18 @@ def test_models_of_one_tokenizer_share_a_memory():
         assert one is not memories.of(FIRST)
 
 
+def test_the_oldest_answers_go_beyond_the_tokens_that_on_allows():
+    said("on", "--max-tokens", 40)
+    with Memories() as memories:
+        one = memories.of(demo().tokenizer, "demo")
+        assert one is not None
+        for first in range(100, 130):
+            one.add([first] * 8)
+            one.settle()
+    assert sum(map(len, answers())) <= 40
+    assert [129] * 8 in answers()
+
+
 def test_after_an_error_nobody_waits_for_the_sorting(monkeypatch: pytest.MonkeyPatch):
     save_settings(Settings(True))
     close, patiences = Memory.close, []

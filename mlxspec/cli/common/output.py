@@ -6,7 +6,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,25 +212,26 @@ class ReportOptions:
     def show_tables(
         self,
         figures: dict[str, Any],
-        tables: Callable[[], Iterable[RenderableType]],
+        tables: Iterable[RenderableType],
         color: bool | None = None,
     ) -> None:
         """Show a report as JSON or as tables, and write it as a page if requested.
 
         Args:
             figures: the JSON object.
-            tables: makes the tables.
+            tables: tables and lines of text.
             color: as for :func:`mlxspec.terminal.wants_color`.
 
         Raises:
             FileError: the page cannot be written; an existing file is unchanged.
         """
+        parts = [*tables]
         if self.as_json:
             write_json(figures)
         else:
-            print_tables(tables(), color)
+            print_tables(parts, color)
         if self.html:
-            content = html_page(tables())
+            content = html_page(parts)
             with replaced(self.html, SHARED) as file:
                 file.write(content.encode(errors="replace"))  # file names need not be UTF-8
 
