@@ -238,6 +238,11 @@ def _restored_mlx_state() -> Iterator[None]:
 def _by_position(
     word: int, positions: Sequence[int], draw: Callable[[mx.array], mx.array]
 ) -> mx.array:
-    """Stack ``draw(key)`` for each position; rows with the same position draw the same."""
-    keys = mx.array([[word, position] for position in positions], dtype=mx.uint32)
-    return mx.vmap(draw)(keys)
+    """Stack ``draw(key)`` for each position; rows with the same position share a draw."""
+    distinct = sorted(set(positions))
+    keys = mx.array([[word, position] for position in distinct], dtype=mx.uint32)
+    drawn = mx.vmap(draw)(keys)
+    if distinct == list(positions):
+        return drawn
+    rank = {position: index for index, position in enumerate(distinct)}
+    return drawn[mx.array([rank[position] for position in positions])]
