@@ -67,7 +67,7 @@ def main(measurements: int, generations: int, name: str) -> None:
             with _load() if number else nullcontext():
                 curve = decoder.costs.curve if number else chip
             if not number:
-                known = {1024: KnownTimes.now(times, "quick")}
+                known = {1024: KnownTimes(times, "quick")}
                 decoder.costs = KeptCosts(CostCache(), cost_key(model), known)
             costs = ", ".join(f"T({rows}) {curve(rows):.2f}" for rows in (2, 4, 8, 16))
             first, later = _tokens_per_step(decoder, generations)

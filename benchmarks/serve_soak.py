@@ -50,18 +50,15 @@ from servers import MLXSPEC, Server, copy_with_tools, event_in, server
 
 import mlxspec
 from mlxspec.bench.prompts import bundled_prompts
-from mlxspec.engine.grammar import Vocabulary
+from mlxspec.engine.grammar import Grammar, Vocabulary
 from mlxspec.generation.response import GenerationResult
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from mlxspec.server.body import parse
 from mlxspec.server.openai import ChatBody, CompletionBody
 from mlxspec.server.prompts import (
     chat_prompt,
-    compiled_constraint,
     completion_prompts,
-    is_constrained,
 )
-from mlxspec.server.requests import sampling_of_choice
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _CLIENTS = 8
@@ -584,15 +581,14 @@ def alone(decoder: mlxspec.Decoder, body: Body) -> tuple[tuple[Choice, ...], int
         request = parse(CompletionBody, body.content)
         prompts = completion_prompts(request, tokenizer)
     grammar = None
-    if is_constrained(request):
-        vocabulary = Vocabulary.of(tokenizer, vocab_size)
-        grammar = compiled_constraint(request, prompts[0], tokenizer, vocabulary)
+    if prompts[0].constraint:
+        grammar = Grammar(prompts[0].constraint, Vocabulary.of(tokenizer, vocab_size))
     results = [
         _generated(
             decoder,
             prompt.tokens,
             request.max_tokens,
-            sampling=sampling_of_choice(request.sampling, index),
+            sampling=request.sampling(index),
             constraint=grammar,
             stop=request.stop,
             stop_tokens=(*request.stop_token_ids, *prompt.stop_tokens),

@@ -12,7 +12,7 @@ import pytest
 
 import mlxspec
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.kept import CostCache
+from mlxspec.drafting.kept import CostCache, KnownTimes
 from mlxspec.engine import costs
 from mlxspec.engine.costs import costs_for
 from tests.support.demo import stand_in_decoder
@@ -28,7 +28,7 @@ def test_models_costs_and_capabilities_are_logged(
 ) -> None:
     caplog.set_level(logging.INFO, "mlxspec")
     times = [KnownTime(rows, seconds, 0.02 / 1.96, 9) for rows, seconds in MEASURED]
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: (times, None))
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: KnownTimes(times, "quick"))
     tokenizer = mlxspec.load("demo")[1]
     for _ in range(2):
         costs_for(repetitive_llama(), cache=CostCache(tmp_path))

@@ -105,42 +105,31 @@ class CachedPrompt:
 
     Args:
         file: made by ``mlxspec cache-prompt`` or ``mlx_lm.cache_prompt``.
+        model: the model that will continue it.
+        adapter_path: its adapters.
 
     Raises:
-        FileError: the file is missing, damaged or of another kind.
+        FileError: the file is missing, damaged or of another kind, or made with another model or
+            other adapters.
     """
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, file: str, model: str, adapter_path: str | None) -> None:
         from ..engine.prompt_cache import load_prompt_cache, tokens_in
 
         self.file = file
-        self._cache, self._metadata = load_prompt_cache(file, return_metadata=True)
-        self._tokens = tokens_in(self._metadata, self._cache)
-
-    def check(self, model: str, adapter_path: str | None, system_prompt: str | None) -> None:
-        """Check that the file was made with this model and these adapters.
-
-        Raises:
-            FileError: it was made with others.
-            OptionError: there is a system prompt, which cannot come after the cached prompt.
-        """
-        if system_prompt is not None:
-            raise OptionError(
-                "--system-prompt comes before the cached prompt: give it to 'mlxspec cache-prompt'"
-            )
-        own_model, own_adapters = map(self._metadata.get, ("model", ADAPTERS_OF_FILE))
-        for name, asked, own in (
-            ("--model", model, own_model),
-            ("--adapter-path", adapter_path or "", own_adapters),
-        ):
-            if own is not None and asked != own and _absolute(asked) != _absolute(own):
+        self._cache, metadata = load_prompt_cache(file, return_metadata=True)
+        self._tokens = tokens_in(metadata, self._cache)
+        for key, asked in (("model", model), (ADAPTERS_OF_FILE, adapter_path or "")):
+            own = metadata.get(key, asked)
+            if asked != own and _absolute(asked) != _absolute(own):
                 made = one_line(own[:_LONGEST_NAME]) or "none"
-                raise FileError(f"{self.file} was made with {name} {made}: name the same")
+                option = f"--{key.replace('_', '-')}"
+                raise FileError(f"{file} was made with {option} {made}: name the same")
 
     def continued(
-        self, prompt: str | list[int], options: PromptOptions, decoder: Decoder, templated: bool
+        self, prompt: str | list[int], options: PromptOptions, decoder: Decoder
     ) -> tuple[list[int], dict[str, Any]]:
-        """The tokens to generate from, and the option with their cache.
+        """The tokens to generate from, and the options of :meth:`.Generation.request` for them.
 
         If the file lists its tokens, they can be drafted from, too.
 
@@ -152,11 +141,12 @@ class CachedPrompt:
         from ..generation.session import Session
 
         check_fits(self._cache, decoder.model, self.file)
+        templated = options.uses_template(prompt, decoder.tokenizer)
         following = _following(prompt, options, decoder.tokenizer, templated)
+        how = {"templated": templated, "prompt_cache": self._cache}
         if self._tokens:
-            session = Session(self._cache, self._tokens)
-            return [*self._tokens, *following], {"session": session}
-        return following, {"prompt_cache": self._cache}
+            how = {"templated": templated, "session": Session(self._cache, self._tokens)}
+        return [*self._tokens, *following], how
 
 
 def _following(
@@ -171,7 +161,7 @@ def _following(
         texts = []
         for content in (_QUERY, prompt):
             messages, how = options.turns([{"role": "user", "content": content}])
-            how["tokenize"] = False
+            how = {"add_generation_prompt": True, "tokenize": False, **how}
             texts.append(apply_template(tokenizer, messages, **how))
         opening, prompt = texts
         prompt = prompt[len(opening.partition(_QUERY)[0]) :]

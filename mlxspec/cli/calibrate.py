@@ -188,21 +188,20 @@ def measured_curves(
     split_attention(model, costs.split_length(cache.read(costs.cost_key(model))))
     found = {}
     for context in sorted(set(contexts)) or costs.measured_contexts(model, sequences):
-        with ProgressBar("Prefill") as prefill, ProgressBar("Measuring step times") as measuring:
-            times, split = costs.calibrate(
+        with ProgressBar("Measuring step times") as measuring:
+            found[context] = costs.calibrate(
                 model,
                 CAREFUL,
                 context=context,
                 sequences=sequences,
-                on_prefill=prefill,
+                name=name,
                 on_progress=measuring,
             )
-        if problem := noise(times):
+        if problem := noise(found[context].times):
             raise MlxspecError(
                 f"{name}: {problem}; nothing is kept, and what was known stays: close other "
                 "programs and measure again"
             )
-        found[context] = costs.known_times(times, split, CAREFUL, "careful", name)
     key = costs.cost_key(model).of_sequences(sequences)
     cache.update(key, found)
     return [_curve(key, context, known) for context, known in found.items()]

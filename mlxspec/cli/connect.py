@@ -177,28 +177,18 @@ def connect_command(
     if not (write or yes):
         _show(console, setup)
     elif setup["files"]:
-        _write(console, setup, title, yes)
-        _show_start(console, setup)
+        try:
+            texts = [(file, old := file.read(), file.merged(old)) for file in setup["files"]]
+        except FileError:  # a file cannot be changed, such as JSON with comments
+            _show(console, setup)
+            raise
+        if not write_texts(console, texts, yes, "--write"):
+            say(f"{title} is set up already: nothing was written.")
+        _show(console, {**setup, "files": [], "fields": {}})
     else:
         raise OptionError(
             f"{title} has no settings file to write: 'mlxspec connect {client}' shows what to enter"
         )
-
-
-def _write(console: Console, setup: Setup, title: str, yes: bool) -> None:
-    """Show the changes to the client's files, ask, and write them.
-
-    Raises:
-        OptionError: it cannot ask, since there is no terminal.
-        FileError: a file cannot be changed; then the settings are shown instead.
-    """
-    try:
-        texts = [(file, old := file.read(), file.merged(old)) for file in setup["files"]]
-    except FileError:
-        _show(console, setup)
-        raise
-    if not write_texts(console, texts, yes, "--write"):
-        say(f"{title} is set up already: nothing was written.")
 
 
 def write_texts(
@@ -243,10 +233,6 @@ def _show(console: Console, setup: Setup) -> None:
     if fields := setup["fields"]:
         print_rows(*fields.items())
         _print(console, "")
-    _show_start(console, setup)
-
-
-def _show_start(console: Console, setup: Setup) -> None:
     for line in setup["commands"]:
         _print(console, line, "bold")
     for line in setup["notes"]:

@@ -14,7 +14,6 @@ from .common.output import ProgressBar
 
 _checkpoint = partial(option, group="Checkpoint")
 _result = partial(option, group="Result")
-_quantized = partial(_result, needs=("--quantize",))
 
 
 @command("convert")
@@ -33,9 +32,9 @@ _quantized = partial(_result, needs=("--quantize",))
     type=NAME,
 )
 @_result("-q --quantize", "Quantise the weights, to 4 bits by default.")
-@_quantized("--q-bits N", "Bits of a quantised weight.", type=int)
-@_quantized("--q-group-size N", "How many weights share a scale.", type=click.IntRange(min=1))
-@_quantized("--q-mode affine|mxfp4|mxfp8|nvfp4", "Format of quantised weights.")
+@_result("--q-bits N", "Quantise to N bits.", type=int)
+@_result("--q-group-size N", "Quantise with a scale for N weights.", type=click.IntRange(min=1))
+@_result("--q-mode affine|mxfp4|mxfp8|nvfp4", "Quantise in this format.")
 @_result(
     "--dtype float16|bfloat16|float32",
     "Float type.  [default: the checkpoint's 16-bit type]",
@@ -64,6 +63,7 @@ def convert_command(model: str | None, **options: Any) -> None:
         directory = local_path(model)
         is_original = (directory / "params.json").is_file() or any(directory.glob("consolidated*"))
         options["torch_path" if is_original else "hf_path"] = model
+    options["quantize"] |= any(options[name] for name in ("q_bits", "q_group_size", "q_mode"))
     options["mlx_path"] = options["mlx_path"] or ("mlx_head" if options["head"] else "mlx_model")
     with ProgressBar("Converting") as bar:
         bar(0, None)

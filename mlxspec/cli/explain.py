@@ -15,7 +15,7 @@ from rich.tree import Tree
 
 from ..errors import OptionError
 from ..terminal import one_line, visible
-from .common.generation import Generation
+from .common.generation import Generation, generation_options
 from .common.model_choice import model_or_default, note_if_demo
 from .common.options import COUNT, color_option, command, option, options_of
 from .common.output import ProgressBar, ReportOptions, error_console, prefill_bar
@@ -41,7 +41,7 @@ _view = partial(option, group="Steps and output")
     type=COUNT,
     group="Model and prompt",
 )
-@options_of(Generation, "generation")
+@generation_options()
 @_view("--steps K", "Show K successive steps.", default=3, type=COUNT)
 @_view(
     "--skip N",

@@ -18,7 +18,7 @@ from ..distributed.launch import launched_rank
 from ..errors import PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
-from .common.generation import Generation
+from .common.generation import Generation, generation_options
 from .common.model_choice import model_or_default, note_if_demo
 from .common.notes import silence_notes
 from .common.options import COUNT, NAME, check_one, color_option, command, option, options_of
@@ -62,10 +62,9 @@ _output = partial(option, group="Output")
     "With --prompts: answer N at once.",
     default=8,
     type=COUNT,
-    needs=("--prompts",),
 )
 @_model("--max-tokens N", "Generate at most N tokens.", default=250, type=COUNT)
-@options_of(Generation, "generation")
+@generation_options()
 @_output("-q --quiet", "Show only the text: no figures, progress or notes.")
 @color_option("Output")
 @_output("--stats", "Show the measured time of a step by its number of rows.")
@@ -75,7 +74,6 @@ _output = partial(option, group="Output")
     "With --json or --prompts: log-probabilities of each token, and of the K likeliest tokens in "
     "its place.",
     type=click.IntRange(0),
-    needs=("--json", "--prompts"),
 )
 def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -> None:
     """Generate text with speculative decoding.
@@ -155,27 +153,26 @@ def answer(
     from .cache_prompt import CachedPrompt
 
     # Check all that needs no model before a model is loaded, or even downloaded.
-    source = prompt.read(piped=leader is None)
+    source, model = prompt.read(piped=leader is None), model_or_default(generation.model)
+    check_one(system_prompt=prompt.system_prompt, prompt_cache_file=prompt_cache_file)
     cached = None
     if prompt_cache_file is not None:
-        cached = CachedPrompt(prompt_cache_file)
-        model = model_or_default(generation.model)
-        cached.check(model, generation.adapter_path, prompt.system_prompt)
+        cached = CachedPrompt(prompt_cache_file, model, generation.adapter_path)
 
     printer = None if shows["as_json"] else TokenPrinter(shows["color"])
     console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
     with Memories(not generation.drafting.no_memory) as memories:
         decoder = generation.load(console, memories, leader)
-        where: dict[str, Any] = {}
+        how: dict[str, Any]
         if cached:
-            templated = prompt.uses_template(source, decoder.tokenizer)
-            tokens, where = cached.continued(source, prompt, decoder, templated)
+            tokens, how = cached.continued(source, prompt, decoder)
         else:
             tokens, templated = prompt.encoded(source, decoder.tokenizer)
-        more = {"templated": templated, "begun": prompt.prefill_response, **where}
+            how = {"templated": templated}
+        how["begun"] = prompt.prefill_response
         result = GenerationResult(logprobs=None if logprobs is None else [])
         with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
-            for response in generation.stream(decoder, tokens, on_progress=progress, **more):
+            for response in generation.stream(decoder, tokens, on_progress=progress, **how):
                 if response.generation_tokens == 1:
                     note_if_demo(generation.model)
                 result.add(response, logprobs or 0)
@@ -187,7 +184,7 @@ def answer(
             panel = figures_panel(result, printer.color, decoder.predicted_cost)
             console.print("", panel, sep="\n")
         else:
-            write_json(result_report(result, model_or_default(generation.model)))
+            write_json(result_report(result, model))
         generation.note_if_full(decoder.model, result.finish_reason, len(result.tokens))
         if shows["stats"]:
             console.print(step_times_table(result.step_times))

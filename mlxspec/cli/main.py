@@ -45,15 +45,13 @@ class LazyGroup(Group):
         """Write the commands under their headings, all descriptions in one column."""
         width = max(map(len, self.list_commands(ctx)))
         for heading, names in _COMMANDS.items():
+            rows = [
+                (f"{name:<{width}}", command.get_short_help_str(_WHOLE))
+                for name in names
+                if (command := self.get_command(ctx, name))
+            ]
             with formatter.section(heading):
-                found = [(name, self.get_command(ctx, name)) for name in names]
-                formatter.write_dl(
-                    [
-                        (f"{name:<{width}}", command.get_short_help_str(_WHOLE))
-                        for name, command in found
-                        if command
-                    ]
-                )
+                formatter.write_dl(rows)
 
 
 @group("mlxspec", cls=LazyGroup)

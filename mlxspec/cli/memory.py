@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
 from operator import itemgetter
@@ -38,7 +38,7 @@ _model_option = option(
 )
 
 
-class Memories:
+class Memories(ExitStack):
     """The memories that keep a command's answers, until the end of the ``with`` block.
 
     Models of one tokenizer share one. At the end the answers are on disk, and are sorted. If an
@@ -58,6 +58,7 @@ class Memories:
     def __init__(self, keeps: bool = True) -> None:
         from ..corpus.answers import SWITCH, Settings, settings_in_force
 
+        super().__init__()
         self.keeps = keeps
         self._settings = settings_in_force() if keeps else Settings()
         self._undecided = keeps and not os.environ.get(SWITCH)
@@ -84,7 +85,9 @@ class Memories:
             except FileError as error:
                 note(f"{error}; answers are remembered only until this command ends")
                 return None
-            self._memories[identity.fingerprint] = Memory(most, kept=kept, on_trouble=note)
+            memory = Memory(most, kept=kept, on_trouble=note)
+            self._memories[identity.fingerprint] = memory
+            self.push(lambda kind, *_: memory.close(patience=0 if kind else None))
         return self._memories[identity.fingerprint]
 
     def suggest_once(self) -> None:
@@ -101,13 +104,6 @@ class Memories:
                     "mlxspec can remember answers between runs and draft from them: "
                     "mlxspec memory on (shown once)"
                 )
-
-    def __enter__(self) -> Memories:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for memory in self._memories.values():
-            memory.close(patience=None if kind is None else 0)
 
 
 def _absolute(model: str) -> str:

@@ -56,7 +56,7 @@ def _found(memory: int, default: str) -> Iterator[dict[str, Any]]:
         usable = not files.trouble
         yield {
             "name": name,
-            "directory": str(files.directory),
+            "directory": str(directories[name]),
             "default": name == default,
             "aliases": [alias for alias, model in aliases.items() if model == name],
             "usable": usable,

@@ -9,13 +9,10 @@ as they are needed, so a file may be larger than memory.
 from __future__ import annotations
 
 import math
-import os
-import stat
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -77,22 +74,18 @@ def answer_prompts(
         raise OptionError(f"--prompts and {others[0]} are given together: choose one")
     keeps = not generation.drafting.no_memory
     with click.open_file(file, "rb") as opened, Memories(keeps) as kept:
-        console = error_console(shows["color"])
-        quiet = Console(quiet=True) if shows["quiet"] else console
-        decoder = generation.load(quiet, kept, leader)
+        console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
+        decoder = generation.load(console, kept, leader)
         # Options with which no prompt could be answered are an error of the command.
         prompt.uses_template("", decoder.tokenizer)
         decoder.new_request([0], generation.max_tokens, generation.options(decoder))
         note_if_demo(generation.model)
         answers = PromptAnswers(generation, decoder, prompt, concurrency, logprobs)
-        # No bar is needed if results appear on the terminal, perhaps through a pipe.
-        hidden = console.is_interactive and (
-            sys.stdout.isatty() or stat.S_ISFIFO(os.fstat(sys.stdout.fileno()).st_mode)
-        )
-        columns = MofNCompleteColumn(), TimeElapsedColumn()
-        bar = ProgressBar("answers", *columns, console=Console(quiet=True) if hidden else quiet)
+        # No bar is needed if results appear on the terminal.
+        shown = Console(quiet=True) if sys.stdout.isatty() else console
+        bar = ProgressBar("answers", MofNCompleteColumn(), TimeElapsedColumn(), console=shown)
         interrupted = answers.run(json_lines(opened), bar)
-        quiet.print("", answers.panel(interrupted), sep="\n")
+        console.print("", answers.panel(interrupted), sep="\n")
         if not shows["as_json"]:
             kept.suggest_once()
     if interrupted:
@@ -138,21 +131,6 @@ def read_line(value: Any) -> dict[str, Any]:
 # --- the answers ---
 
 
-@dataclass(eq=False)
-class _Slot:
-    """The place of a result in the output.
-
-    Attributes:
-        number: the number of the prompt's line, from 1.
-        names: the result's "index", counted from 0 without blank lines, and its "id".
-        line: the line of JSON to write; None until the request has ended.
-    """
-
-    number: int
-    names: dict[str, Any]
-    line: str | None = None
-
-
 class PromptAnswers:
     """Answers the lines of a file and writes the results to standard output, in order.
 
@@ -179,11 +157,11 @@ class PromptAnswers:
     ) -> None:
         self._generation, self._prompt, self._logprobs = generation, prompt, logprobs
         self._decoder = decoder
-        self.failed = self._begun = 0
+        self.failed = self._begun = self._written = 0
         self.figures = Figures()
         # Nobody reads the answers as they grow, so they may wait for the prompts of others.
         self._engine = Engine(decoder, max_active=concurrency, stall=math.inf)
-        self._slots: deque[_Slot] = deque()  # not yet written, in the file's order
+        self._ready: dict[int, str] = {}  # results to write after earlier ones, by their index
 
     def panel(self, interrupted: bool) -> Panel:
         """The figures of all answers."""
@@ -222,16 +200,15 @@ class PromptAnswers:
         while self._engine.room > 0 and (line := next(lines, None)):
             number, value = line
             given_id = value.get("id") if isinstance(value, dict) else None
-            slot = _Slot(number, {"index": self._begun, "id": given_id})
-            self._slots.append(slot)
+            names = {"index": self._begun, "id": given_id}
             self._begun += 1
             try:
-                self._engine.add(self._request(value, slot))
+                self._engine.add(self._request(value, names, number))
             except (MlxspecError, TypeError) as error:
-                self._fail(slot, error)
-        return bool(self._slots)
+                self._fail(names, number, error)
+        return self._written < self._begun
 
-    def _request(self, value: Any, slot: _Slot) -> Request:
+    def _request(self, value: Any, names: dict[str, Any], number: int) -> Request:
         """The request for a line.
 
         Raises:
@@ -251,30 +228,32 @@ class PromptAnswers:
         )
         result = GenerationResult(logprobs=None if self._logprobs is None else [])
         request.receive = lambda response: result.add(as_shown(response), self._logprobs or 0)
-        request.at_end = lambda: self._finish(slot, request, result)
+        request.at_end = lambda: self._finish(names, number, request, result)
         return request
 
     def _write(self) -> None:
         """Write the results that are next in order."""
-        while self._slots and self._slots[0].line is not None:
-            # In this order an interrupt cannot cause a result to be written twice.
-            click.echo(self._slots.popleft().line)
+        while line := self._ready.pop(self._written, None):
+            self._written += 1
+            click.echo(line)
 
-    def _finish(self, slot: _Slot, request: Request, result: GenerationResult) -> None:
+    def _finish(
+        self, names: dict[str, Any], number: int, request: Request, result: GenerationResult
+    ) -> None:
         """Make the result from what was generated, or from the error that ended it."""
         self.figures.plain_cost += request.plain_seconds
         self.figures.cost += request.decode_seconds
         if request.error:
-            self._fail(slot, request.error)
+            self._fail(names, number, request.error)
             return
         result.prompt_tokens = len(request.prompt)
         report = result_report(result, model_or_default(self._generation.model))
         del report["step_times"]  # they include all answers
-        slot.line = json_text({**slot.names, **report})
+        self._ready[names["index"]] = json_text({**names, **report})
         self.figures.add(result, len(result.tokens))
 
-    def _fail(self, slot: _Slot, error: Exception) -> None:
+    def _fail(self, names: dict[str, Any], number: int, error: Exception) -> None:
         """Make the result from an error; a custom drafter may raise anything."""
         kind = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
         self.failed += 1
-        slot.line = json_text({**slot.names, "error": f"line {slot.number}: {kind}{error}"})
+        self._ready[names["index"]] = json_text({**names, "error": f"line {number}: {kind}{error}"})

@@ -7,7 +7,6 @@ from collections import Counter
 from itertools import count
 from typing import TYPE_CHECKING
 
-import click
 from rich.filesize import decimal
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
@@ -50,21 +49,13 @@ def store_command() -> None:
     type=MODEL,
 )
 @option("-o --output FILE", "The store to write.", required=True, type=NAME)
-@option(
-    "--max-tokens N",
-    "The most tokens that the store may hold.  [default: 50,000,000]",
-    type=click.IntRange(min=2),
-)
 @option("--force", "Replace an existing store.")
-def build_command(
-    paths: tuple[str, ...], model: str, output: str, max_tokens: int | None, force: bool
-) -> None:
+def build_command(paths: tuple[str, ...], model: str, output: str, force: bool) -> None:
     """Make a store from files and directories: text, code, chat logs."""
     from ..corpus.store import MAX_TOKENS, build_store, find_files, read_texts
     from ..models.tokenizer import load_tokenizer_of
 
     started = time.perf_counter()
-    limit = max_tokens or MAX_TOKENS
     files = find_files(paths)
     tokenizer = load_tokenizer_of(model)
     counts = Counter[str]()
@@ -76,7 +67,7 @@ def build_command(
                 tokenizer.encode(text, add_special_tokens=False)
                 for text in read_texts(files, counts, lambda _: bar(next(done), len(files)))
             )
-            store = build_store(output, sequences, tokenizer, max_tokens=limit, force=force)
+            store = build_store(output, sequences, tokenizer, force=force)
     finally:  # even after an error: skipped texts may be its cause
         for number, thing, reason in (
             (counts["skipped"], "file", "cannot be read as UTF-8 text"),
@@ -84,12 +75,11 @@ def build_command(
         ):
             if number:
                 note(f"{counted(number, thing)} skipped: {reason}")
-    if store.n_tokens >= limit - 1:
-        note(f"the store has reached --max-tokens {limit}; the remaining texts were left out")
-    took = f"in {time.perf_counter() - started:.1f} s"
-    size = decimal(store.nbytes)
-    read = counted(counts["files"], "file")
-    say(f"Read {read} {took}. {output} holds {_in_texts(store)}, {size}.")
+    if store.n_tokens >= MAX_TOKENS - 1:
+        note(f"a store holds {MAX_TOKENS:,} tokens at most; the remaining texts were left out")
+    read, seconds = counted(counts["files"], "file"), time.perf_counter() - started
+    holds = f"{_in_texts(store)}, {decimal(store.nbytes)}"
+    say(f"Read {read} in {seconds:.1f} s. {output} holds {holds}.")
 
 
 @store_command.command("info")

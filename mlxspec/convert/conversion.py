@@ -112,12 +112,9 @@ def _quantization(
 
 
 def _check_target(target: Path, force: bool, source: Path) -> None:
-    kept = (Path.cwd(), source.resolve())
-    if (
-        target.is_symlink()
-        or target.is_file()
-        or any(path.is_relative_to(target.resolve()) for path in kept)
-    ):
+    needed = (Path.cwd(), source.resolve())
+    holds_one = any(path.is_relative_to(target.resolve()) for path in needed)
+    if target.is_symlink() or target.is_file() or holds_one:
         raise FileError(
             f"{target}: is a link or a file, or has the checkpoint or the working directory in it; "
             "name another --mlx-path"
@@ -152,11 +149,21 @@ def _prepare(
     Raises:
         LoadError: mlx-lm cannot quantise the model.
     """
+    from mlx_lm.utils import quantize_model
+
     if dtype := dtype or _half_type(config, model):
         _cast(model, getattr(mx, dtype))
         config.update(dict.fromkeys({"torch_dtype", "dtype"} & config.keys(), dtype))
     config.pop("auto_map", None)  # names Python files, which are not copied
-    return _quantize(model, config, quantization) if quantization else (model, config)
+    if not quantization:
+        return model, config
+    if "quantization" in config:
+        raise LoadError("the model is quantised already; leave out -q")
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints the bits per weight
+            return quantize_model(model, config, **quantization)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LoadError(f"mlx-lm cannot quantise the model ({one_line(error)})") from None
 
 
 def _half_type(config: dict[str, Any], model: nn.Module) -> str | None:
@@ -178,17 +185,3 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
         return array
 
     model.update(tree_map_with_path(cast, model.parameters()))
-
-
-def _quantize(
-    model: nn.Module, config: dict[str, Any], quantization: Quantization
-) -> tuple[nn.Module, dict[str, Any]]:
-    from mlx_lm.utils import quantize_model
-
-    if "quantization" in config:
-        raise LoadError("the model is quantised already; leave out -q")
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints the bits per weight
-            return quantize_model(model, config, **quantization)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise LoadError(f"mlx-lm cannot quantise the model ({one_line(error)})") from None

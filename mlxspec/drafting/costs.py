@@ -11,7 +11,7 @@ import math
 import threading
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Annotated, Self
 
@@ -174,10 +174,6 @@ class KnownTime:
     uncertainty: Annotated[float, Field(strict=True, ge=0, le=MOST_UNCERTAINTY)]
     steps: int = field(default=0, compare=False)
 
-    def at_best(self, uncertainty: float) -> KnownTime:
-        """The same time, known no better than this."""
-        return replace(self, uncertainty=max(self.uncertainty, uncertainty))
-
 
 @dataclass(slots=True)
 class _Rows:
@@ -315,10 +311,12 @@ class LiveTimes:
         expected = math.log(self._time(own, context)) + float(parts @ self._shared) + own.value
         error = math.log(seconds) - expected
         covariance = self._covariance + change
-        doubt = self._doubt if rows > self._beyond else 0.0
+        doubtful = rows > self._beyond and self._doubt > 0
+        if doubtful:  # this step settles it for all
+            own.variance, self._doubt = own.variance + self._doubt, 0.0
         # Rounding may leave a little less than nothing of what is known well.
-        alone = own.variance + doubt + self._noise
-        variance = max(float(parts @ covariance @ parts), 0.0) + alone
+        shared_variance = max(float(parts @ covariance @ parts), 0.0)
+        variance = shared_variance + own.variance + self._noise
         if own.latest is not None:
             self._learn_noise(error - own.latest)
         own.latest = error
@@ -341,16 +339,10 @@ class LiveTimes:
         self._shared = self._shared + gain * shared
         self._covariance = covariance - shared[:, None] * (shared / variance)
         own.value += own.variance * gain
-        settled = (own.variance + doubt) / variance  # by this step, of both together
-        own.variance -= own.variance * settled
+        own.variance -= own.variance**2 / variance
         own.assumed = False
-        if doubt:
-            for other_rows, other in self._rows.items():
-                if other_rows > self._beyond:
-                    other.value += doubt * gain
-            self._doubt -= doubt * settled
         changes = (abs(self._correction(one) - one.in_curve) for one in self._rows.values())
-        if doubt > 0 or any(change > _NOTICEABLE for change in changes):
+        if doubtful or any(change > _NOTICEABLE for change in changes):
             self._forget_curves()
 
     def ran(self, rows: int) -> None:
@@ -549,11 +541,6 @@ class LiveCosts:
         self._last_waiting: float | None = None
         self._last_pipelined: float | None = None
 
-    @property
-    def unsaved_steps(self) -> int:
-        """Steps recorded since the last :meth:`changes`."""
-        return self._live.unsaved
-
     def move_to(self, context: int) -> None:
         """Set the context's length in positions; cheap enough for every step."""
         # In steps of 3 to 6 %, so that new curves are seldom needed.
@@ -633,11 +620,10 @@ class LiveCosts:
         self._live.record(rows, self._context, seconds)
 
     def changes(self) -> dict[int, list[KnownTime]]:
-        """What was measured or learned, by context length; empty if no step has run since."""
+        """What was measured or learned, by context length; it then counts as saved."""
         with self._lock:
-            changed = self._live.known(assumed=False) if self._live.unsaved else {}
             self._live.unsaved = 0
-            return changed
+            return self._live.known(assumed=False)
 
 
 def _beside(known: Mapping[int, Sequence[KnownTime]], count: int) -> dict[int, list[KnownTime]]:

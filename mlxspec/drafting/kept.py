@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -22,7 +22,6 @@ from ..errors import MlxspecError
 from ..files import directory_in, replaced
 from .acceptance import TOKEN_FEATURES, Corrections
 from .costs import KnownTime
-from .measurement import is_whole
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ Identity = dict[str, str | int | float | None]
 _STEP_TIMES_VERSION: Final = 2
 
 
-def _sorted(times: tuple[KnownTime, ...]) -> tuple[KnownTime, ...]:
+def _sorted(times: list[KnownTime]) -> list[KnownTime]:
     rows = [known.rows for known in times]
     if rows[:1] != [1] or rows != sorted(set(rows)):
         raise ValueError("times must be sorted by their rows, from 1 on")
@@ -109,6 +108,10 @@ class CostKey:
         return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 @dataclass(frozen=True)
 class KnownTimes:
     """Step times behind one context length.
@@ -122,25 +125,20 @@ class KnownTimes:
             :func:`mlxspec.engine.patches.split_attention`. None if that was not measured.
     """
 
-    times: Annotated[tuple[KnownTime, ...], AfterValidator(_sorted)]
+    times: Annotated[list[KnownTime], AfterValidator(_sorted)]
     source: Source
-    updated: str
+    updated: str = field(default_factory=_now)
     name: str = ""
     split: bool | None = None
 
-    @classmethod
-    def now(
-        cls, times: list[KnownTime], source: Source, name: str = "", split: bool | None = None
-    ) -> KnownTimes:
-        """Times that were measured or learned just now."""
-        updated = datetime.now(UTC).isoformat(timespec="seconds")
-        return cls(tuple(times), source, updated, name, split)
+    def corrected(self, times: list[KnownTime]) -> KnownTimes:
+        """The same times, as later steps have shown them to be."""
+        return replace(self, times=times, updated=_now())
 
     @property
-    def rank(self) -> tuple[bool, bool, int, int]:
+    def rank(self) -> tuple[int, int]:
         """How well the times are known, for comparison."""
-        times = self.times
-        return is_whole(times), len(times) > 1, get_args(Source).index(self.source), len(times)
+        return get_args(Source).index(self.source), len(self.times)
 
 
 TimesByContext = dict[int, KnownTimes]
@@ -159,7 +157,6 @@ class _StepTimes:
 
 
 _STEP_TIMES = TypeAdapter(_StepTimes)
-_KNOWN_TIMES = TypeAdapter(KnownTimes)
 
 
 class CostCache:
@@ -190,19 +187,13 @@ class CostCache:
     def update(self, key: CostKey, found: Mapping[int, KnownTimes]) -> None:
         """Replace the times of these context lengths, and leave the others as they are.
 
-        Times out of range are ignored, and times that are better known stay. A careful measurement
-        is better than a quick one, unless it lacks rows that show what drafts cost; of two of a
-        kind, the one with more numbers of rows is better. A change of MLX, the model or the
-        machine gives another key.
+        A careful measurement stays until another one; of two of a kind, the one with more numbers
+        of rows stays. A change of MLX, the model or the machine gives another key.
         """
         kept = self.read(key)
         for context, known in found.items():
-            with suppress(ValueError):
-                _KNOWN_TIMES.validate_python(asdict(known))
-                before = kept.get(context, known)
-                if before.rank <= known.rank:
-                    split = before.split if known.split is None else known.split
-                    kept[context] = replace(known, name=known.name or before.name, split=split)
+            if context not in kept or kept[context].rank <= known.rank:
+                kept[context] = known
         content = _StepTimes(key.machine, key.model, dict(sorted(kept.items())))
         _write("step times", self.directory / key.file_name, _STEP_TIMES, content)
 

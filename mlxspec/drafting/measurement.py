@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
+from typing import Literal
 
 from .costs import STEP_SECONDS, KnownTime
 
@@ -24,16 +25,16 @@ class MeasurementPlan:
         plain_tokens: plain steps in a row per round.
         seconds: the time limit, prefill included. A step that would not end within it does not
             start.
-        context: tokens before the first step, unless the user asks for another number.
         least_uncertainty: relative; errors that repetition does not reveal.
+        source: what the times are called that it measures.
     """
 
     rows: tuple[int, ...]
     rounds: int
     plain_tokens: int
     seconds: float
-    context: int
     least_uncertainty: float
+    source: Literal["quick", "careful"]
 
     @property
     def tokens(self) -> int:
@@ -45,19 +46,6 @@ class MeasurementPlan:
         """Positions after the context that the steps need, with the widest one at the end."""
         return self.tokens + max(self.rows, default=1)
 
-    def within(self, room: int) -> MeasurementPlan:
-        """The plan, cut to fit into ``room`` positions: fewer rounds, then without widest steps.
-
-        One round of plain steps always remains, even if it does not fit.
-        """
-        fitted = self
-        while fitted.room > room and fitted.rounds > 1:
-            fitted = replace(fitted, rounds=fitted.rounds - 1)
-        while fitted.room > room and fitted.rows:
-            widest = max(fitted.rows)
-            fitted = replace(fitted, rows=tuple(rows for rows in fitted.rows if rows < widest))
-        return fitted
-
 
 # Costs bend where kernels change: published curves rise up to 8, 12 or 16 rows and are flat from
 # there to 32 (see chips.json). So both sides of the bend are measured before what lies between.
@@ -68,8 +56,8 @@ QUICK = MeasurementPlan(
     rounds=20,
     plain_tokens=5,
     seconds=1.8,
-    context=64,
-    least_uncertainty=0.1,
+    least_uncertainty=0.08,
+    source="quick",
 )
 # Behind a long context, in the rest of three seconds; other rows are derived from these.
 QUICK_LONG = replace(QUICK, rows=(4, 8, 16), rounds=8, plain_tokens=3, seconds=1.1)
@@ -78,8 +66,8 @@ CAREFUL = MeasurementPlan(
     rounds=20,
     plain_tokens=6,
     seconds=30.0,
-    context=64,
     least_uncertainty=0.02,
+    source="careful",
 )
 
 
@@ -192,7 +180,9 @@ def measure(
             by_count = (done + 1) / (plan.rounds * len(widths))
             on_progress(min(1.0, max(by_count, (clock() - started) / plan.seconds)))
     spread = max(samples[1]) / max(min(samples[1]), STEP_SECONDS[0]) - 1
-    return [_summary(rows, samples[rows], spread) for rows in sorted(samples)]
+    times = [_summary(rows, samples[rows], spread) for rows in sorted(samples)]
+    least = plan.least_uncertainty
+    return [replace(time, uncertainty=max(time.uncertainty, least)) for time in times]
 
 
 def _predicted(samples: dict[int, list[float]], rows: int) -> float:

@@ -290,7 +290,7 @@ class Planner(Drafter):
         branching: as given.
         policy: the current generation's.
         failed: whether planning has failed in the current generation.
-        guide: a constrained output's :class:`mlxspec.engine.grammar.GrammarState`, or None.
+        guide: a constrained output's :class:`mlxspec.engine.grammar.Grammar`, or None.
         head: drafts where nothing else is likely enough; None without a trained head.
     """
 

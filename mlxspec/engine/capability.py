@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import mlx.core as mx
@@ -419,53 +419,27 @@ def joint_agrees(model: nn.Module, start: int, noise: float, mode: str) -> bool:
         mode: how to join the sequences, a :class:`JointMode`'s value.
     """
     at = [start, len(_PREFIX), max(len(_PREFIX), start // 2)]
-    contexts = [
+    apart = [
         _context(model, position, prefix) for position, prefix in zip(at, _PREFIXES, strict=True)
     ]
-    apart = copy.deepcopy(contexts)
-    recurrent = any(isinstance(part, ArraysCache) for part in parts(contexts[0]))
+    # All rows are kept, as if the caches could be cut.
+    targets = [Target(model, Capability.CHAIN, 0, cache=copy.deepcopy(own)) for own in apart]
+    joint = Joint(model, JointMode(mode))
+    recurrent = any(isinstance(part, ArraysCache) for part in parts(apart[0]))
     # Damage to a recurrent state shows in the next step.
     agreed = []  # no machine may stop early, since others would wait for it
     for rows in _JOINT_STEPS if recurrent else _JOINT_STEPS[:1]:
         expected = [logits(model, *own) for own in zip(rows, apart, strict=True)]
-        found = _joint_logits(model, JointMode(mode), rows, at, contexts)
-        if not found:
-            return False
-        agreed += [_agrees(*own, noise) for own in zip(found, expected, strict=True)]
-        at = [position + len(tokens) for position, tokens in zip(at, rows, strict=True)]
+        trees = [DraftTree.chain(tokens[0], tokens[1:]) for tokens in rows]
+        try:
+            found, spans = joint.forward([*zip(targets, map(mx.array, rows), trees, strict=True)])
+            found = finite(found.astype(mx.float32))
+            mx.eval(found)
+        except (AttributeError, IndexError, TypeError, ValueError):
+            return False  # it uses keys, masks or positions in ways that joint forwards lack
+        agreed += [
+            _agrees(found[span], own, noise) for span, own in zip(spans, expected, strict=True)
+        ]
+        for target, tree in zip(targets, trees, strict=True):
+            target.commit_moved(range(len(tree)))
     return all(agreed)
-
-
-def _joint_logits(
-    model: nn.Module,
-    mode: JointMode,
-    rows: Sequence[tuple[int, ...]],
-    at: Sequence[int],
-    contexts: Sequence[list[Any]],
-) -> list[mx.array] | None:
-    """Run a joint forward.
-
-    Args:
-        model: the target.
-        mode: how to join the sequences.
-        rows: per sequence, the tokens of its rows.
-        at: per sequence, the position of its first row.
-        contexts: per sequence, its caches.
-
-    Returns:
-        per sequence, its logits, (rows, vocabulary); None if the model cannot run in this mode.
-    """
-    if mode is JointMode.BLOCK:
-        for tokens, caches in zip(rows, contexts, strict=True):
-            for part in parts(caches):
-                part.rows = TreeRows(DraftTree.chain(tokens[0], tokens[1:]))
-    positions = [
-        start + row for start, tokens in zip(at, rows, strict=True) for row in range(len(tokens))
-    ]
-    try:
-        found, spans = Joint(model, mode).logits([*map(mx.array, rows)], positions, contexts)
-        found = finite(found.astype(mx.float32))
-        mx.eval(found)
-    except (AttributeError, IndexError, TypeError, ValueError):
-        return None  # the model uses keys, masks or positions in ways that joint forwards lack
-    return [found[span] for span in spans]

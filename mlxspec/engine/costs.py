@@ -31,7 +31,7 @@ from mlx_lm.utils import get_total_parameters
 
 from ..drafting.costs import KnownTime, LiveCosts
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
-from ..drafting.kept import CostCache, CostKey, KnownTimes, Source, TimesByContext
+from ..drafting.kept import CostCache, CostKey, Identity, KnownTimes, TimesByContext
 from ..drafting.measurement import (
     QUICK,
     QUICK_LONG,
@@ -50,16 +50,16 @@ from .params import SamplingParams
 from .patches import split_attention
 from .sampling import Chooser
 from .step import Batch, Sequence, step
-from .target import Capability, Progress, Target, target_for, vocabulary_size
+from .target import Capability, Target, target_for, vocabulary_size
 
 _log = logging.getLogger(__name__)
 
 
-def machine_identity() -> dict[str, str | int | float | None]:
+def machine_identity() -> Identity:
     """Chip, device and libraries; no name of host or user."""
     device = mx.default_device()
     info = mx.device_info(device)
-    identity: dict[str, str | int | float | None] = {
+    identity: Identity = {
         "chip": str(info["device_name"]),
         "device": device.type.name,
         "mlx": version("mlx"),
@@ -72,7 +72,7 @@ def machine_identity() -> dict[str, str | int | float | None]:
     return identity
 
 
-def model_identity(model: nn.Module) -> dict[str, str | int | float | None]:
+def model_identity(model: nn.Module) -> Identity:
     """Kind and size for people, and a digest of configuration, shapes and data types.
 
     The shapes of packed weights and their scales show the bits and group size of a quantisation.
@@ -177,7 +177,8 @@ def forward_memory(model: nn.Module, max_kv_size: int | None) -> tuple[int, floa
 # --- measuring ---
 
 _UNENDING = 1 << 30  # tokens
-_LONG_CONTEXTS = 1000, 8000  # tokens in front of the steps that are measured
+_SHORT_CONTEXT = 64  # tokens in front of the steps that are measured
+_LONG_CONTEXTS = 1000, 8000
 _LEAST_LONG = 500  # tokens; attention to fewer is a small part of a step
 _SHARE_OF_MEMORY = 1 / 16  # of all there is, that the caches of a measurement may take
 
@@ -194,7 +195,7 @@ def measured_contexts(model: nn.Module, sequences: int = 1) -> list[int]:
         sequences: how many share each step, every one with a context of that length.
     """
     window, (middle, long) = context_length(model) or _UNENDING, _LONG_CONTEXTS
-    short = max(1, min(QUICK.context, window // 4))
+    short = max(1, min(_SHORT_CONTEXT, window // 4))
     if not _can_be_filled(model):
         return [short]
     kinds = cache_kinds(model)
@@ -210,7 +211,7 @@ def measured_contexts(model: nn.Module, sequences: int = 1) -> list[int]:
 
 def check_context(model: nn.Module, plan: MeasurementPlan, context: int) -> None:
     """Raise OptionError unless steps can be measured behind so many tokens."""
-    longest = (context_length(model) or _UNENDING) - plan.within(0).room
+    longest = max(1, (context_length(model) or _UNENDING) - plan.room)
     if not 1 <= context <= longest:
         raise OptionError(f"a context of {context} tokens: choose 1 to {longest} for this model")
 
@@ -221,9 +222,9 @@ def calibrate(
     *,
     context: int,
     sequences: int = 1,
-    on_prefill: Progress | None = None,
+    name: str = "",
     on_progress: ShareDone | None = None,
-) -> tuple[list[KnownTime], bool | None]:
+) -> KnownTimes:
     """Measure how long plain and drafted steps of a model take.
 
     Afterwards the model's attention is split if that was faster here; see
@@ -233,27 +234,24 @@ def calibrate(
         model: an mlx-lm model.
         plan: which steps, and for how long; see :data:`mlxspec.drafting.measurement.QUICK`.
         context: tokens before the first step. Where the model's context is too short for all steps
-            after it, there are fewer rounds.
+            after it, there is one round of them.
         sequences: how many share each step, every one with a context of its own. One row is a
             plain step of all, and each further row is one of a draft.
-        on_prefill: called with context tokens done and context tokens in all.
+        name: what the user calls the model.
         on_progress: called with the share of the steps that is done, 0 to 1.
 
     Returns:
-        one time per number of rows, fewest first, of which a model that cannot verify drafts has
-        one; and whether wide drafts are faster with their attention split, None if not measured.
+        one time per number of rows, of which a model that cannot verify drafts has one.
 
     Raises:
         OptionError: ``sequences`` is more than share a forward of the model.
     """
-    mode = joint_mode(model) if sequences > 1 else JointMode.ALONE
-    if sequences > 1 and mode is JointMode.ALONE:
-        raise OptionError(f"sequences is {sequences}: a forward of this model takes 1")
     started = time.perf_counter()
     window = context_length(model) or _UNENDING
-    plan = plan.within(window - context)
+    if context + plan.room > window:
+        plan = replace(plan, rounds=1)
     with wired_limit(model, [generation_stream]):
-        steps = ModelSteps(model, context, on_prefill, sequences, mode)
+        steps = ModelSteps(model, context, sequences)
         # The context grows by one token per step, and the widest step must fit at its end.
         room = max(1, min(1 + steps.target.max_depth, window - context - plan.tokens))
         split = None
@@ -261,7 +259,8 @@ def calibrate(
         if splits and mx.default_device().type == mx.gpu:
             split = steps.splits_attention(started + plan.seconds / 2)
         run = steps.plain, steps.drafted
-        return measure(*run, plan, room, started, time.perf_counter, on_progress), split
+        times = measure(*run, plan, room, started, time.perf_counter, on_progress)
+    return KnownTimes(times, plan.source, name=name, split=split)
 
 
 _SPLIT_ROWS = 12  # wider than any fused attention, and narrow enough to be fast
@@ -306,22 +305,16 @@ class ModelSteps:
     Args:
         model: an mlx-lm model.
         context: tokens before the first step.
-        on_prefill: called with tokens done and tokens in all.
         sequences: how many share each step, every one with a context of its own.
-        mode: how they share it.
 
     Attributes:
         target: of the first sequence.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        context: int,
-        on_prefill: Progress | None = None,
-        sequences: int = 1,
-        mode: JointMode = JointMode.ALONE,
-    ) -> None:
+    def __init__(self, model: nn.Module, context: int, sequences: int = 1) -> None:
+        mode = joint_mode(model) if sequences > 1 else JointMode.ALONE
+        if sequences > 1 and mode is JointMode.ALONE:
+            raise OptionError(f"sequences is {sequences}: a forward of this model takes 1")
         self._model = model
         self._batch = Batch(model, mode)
         self._drafters: list[_RandomChains] = []
@@ -332,7 +325,7 @@ class ModelSteps:
             target = target_for(model, chain_capability(model), vocabulary_size(model))
             drafter = _RandomChains(target.vocab_size)
             with mx.stream(generation_stream):
-                target.prefill(drafter.tokens(seed), on_prefill)
+                target.prefill(drafter.tokens(seed))
                 if context - 1 > seed:
                     _fill(target, context - 1)
             sequence = Sequence(
@@ -453,80 +446,54 @@ def costs_for(
             less than 3 seconds.
     """
     cache, key = cache or CostCache(), cost_key(model)
-    found = cache.read(key)
-    if any(_is_enough(known.times, model) for known in found.values()):
+    found, (short, *longer) = cache.read(key), measured_contexts(model)
+    drafts = chain_capability(model) is not Capability.PLAIN
+    if any(is_whole(known.times) or not drafts for known in found.values()):
         _log.info("step times are known from %s", cache.directory / key.file_name)
     else:
         found = {}
-    short, *longer = measured_contexts(model)
-    parts_done = partial(_in_part, on_progress or (lambda share: None), 1 + bool(longer))
-    if not found:
-        times, split = _measured(model, QUICK, short, parts_done(0))
-        problem = noise(times)
-        if not problem and not _is_enough(times, model):
+    wanted = [] if found else [(QUICK, short)]
+    # An earlier process may have had no time for the long context, or a busy machine.
+    if longer and drafts and len(found) < 2:
+        wanted.append((QUICK_LONG, longer[-1]))
+    for done, (plan, context) in enumerate(wanted):
+        progress = partial(_in_part, on_progress, done, len(wanted))
+        known = calibrate(model, plan, context=context, on_progress=progress)
+        mx.clear_cache()
+        words = ", ".join(f"T({one.rows}) {1000 * one.seconds:.1f} ms" for one in known.times)
+        _log.info("measured step times behind %d tokens: %s", context, words)
+        enough = is_whole(known.times) if context == short else len(known.times) > 1
+        problem = noise(known.times)
+        if drafts and not problem and not enough:
             problem = "there was no time for steps over 2, 4 and 8 rows"
-        if problem:
+        if not problem:
+            found[context] = known
+            cache.update(key, found)
+        elif not found:
             _log.warning(
                 "step times were measured while the machine was busy, or it is slow for this model "
                 "(%s): drafts begin with usual costs, which real steps correct; the next start "
                 "measures again",
                 problem,
             )
-            plain = replace(times[0], uncertainty=_BUSY)
-            return KeptCosts(cache, key, {short: KnownTimes.now([plain], "steps")})
-        found[short] = known_times(times, split, QUICK, "quick")
-        cache.update(key, found)
-    # An earlier process may have had no time for the long context, or a busy machine.
-    if longer and len(found) == 1 and chain_capability(model) is not Capability.PLAIN:
-        times, split = _measured(model, QUICK_LONG, longer[-1], parts_done(1))
-        if len(times) > 1 and not noise(times):
-            found = found | {longer[-1]: known_times(times, split, QUICK_LONG, "quick")}
-            cache.update(key, found)
+            plain = replace(known.times[0], uncertainty=_BUSY)
+            return KeptCosts(cache, key, {short: KnownTimes([plain], "steps")})
     split_attention(model, split_length(found))
     return KeptCosts(cache, key, found)
 
 
-def _in_part(on_progress: ShareDone, parts: int, done: int) -> ShareDone:
-    """A function for the progress of one of so many measurements, after ``done`` of them."""
-    return lambda share: on_progress((done + share) / parts)
-
-
-def _measured(
-    model: nn.Module, plan: MeasurementPlan, context: int, on_progress: ShareDone
-) -> tuple[list[KnownTime], bool | None]:
-    """:func:`calibrate`, with a line in the log."""
-    times, split = calibrate(model, plan, context=context, on_progress=on_progress)
-    words = ", ".join(f"T({time.rows}) {1000 * time.seconds:.1f} ms" for time in times)
-    _log.info("measured step times behind %d tokens: %s", context, words)
-    mx.clear_cache()
-    return times, split
+def _in_part(on_progress: ShareDone | None, done: int, parts: int, share: float) -> None:
+    """Report the progress of one of several measurements, after ``done`` of them."""
+    if on_progress:
+        on_progress((done + share) / parts)
 
 
 def split_length(found: TimesByContext) -> int | None:
     """The context length from which attention is split: between those that were measured."""
     measured_whole = (context for context, known in found.items() if known.split is False)
-    whole = max(measured_whole, default=QUICK.context)
+    whole = max(measured_whole, default=_SHORT_CONTEXT)
     split = [context for context, known in found.items() if known.split and context > whole]
     return math.isqrt(whole * min(split)) if split else None
-
-
-def _is_enough(times: abc.Sequence[KnownTime], model: nn.Module) -> bool:
-    """Whether times show what drafts cost, or that the model verifies none."""
-    if len(times) == 1:
-        return chain_capability(model) is Capability.PLAIN
-    return is_whole(times)
-
-
-def known_times(
-    measured: abc.Iterable[KnownTime],
-    split: bool | None,
-    plan: MeasurementPlan,
-    source: Source,
-    name: str = "",
-) -> KnownTimes:
-    """A measurement as the cache keeps it; ``name`` is what the user calls the model."""
-    times = [time.at_best(plan.least_uncertainty) for time in measured]
-    return KnownTimes.now(times, source, name, split)
 
 
 class KeptCosts(LiveCosts):
@@ -547,26 +514,22 @@ class KeptCosts(LiveCosts):
         clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__({context: known.times for context, known in found.items()})
-        self._cache = cache
-        self._key = key
-        self._sources = {context: known.source for context, known in found.items()}
+        self._cache, self._key, self._found = cache, key, found
         self._clock = clock
         self._next_save = clock()
 
     def _begun_with(self, known: abc.Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
         """What an earlier process has learned of steps of ``count`` sequences comes first."""
         key = self._key.of_sequences(count)
-        begun = {context: KnownTimes.now(times, "steps") for context, times in known.items()}
+        begun = {context: KnownTimes(times, "steps") for context, times in known.items()}
         return KeptCosts(self._cache, key, self._cache.read(key) or begun, self._clock)
 
     def end(self) -> None:
         """Save what was learned after a generation, if there is enough and the last save is not
         recent."""
-        if self.unsaved_steps < _STEPS_WORTH_SAVING or self._clock() < self._next_save:
+        if self._live.unsaved < _STEPS_WORTH_SAVING or self._clock() < self._next_save:
             return
         self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
-        changes = {
-            context: KnownTimes.now(times, self._sources[context])
-            for context, times in self.changes().items()
-        }
-        self._cache.update(self._key, changes)
+        changes = self.changes().items()
+        corrected = {context: self._found[context].corrected(times) for context, times in changes}
+        self._cache.update(self._key, corrected)

@@ -1,13 +1,12 @@
 """Constraints as token masks: which tokens may come next at each node of a draft, and which must.
 
-The library llguidance parses. One matcher follows the output. For a draft, it moves along each
-branch and back, so every row of a step gets the mask of its own context.
+The library llguidance parses. One matcher follows the output, and copies of it follow the branches
+of a draft, so every row of a step gets the mask of its own context.
 """
 
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -25,7 +24,6 @@ from .compiling_process import ByteTokens
 from .params import Constraint, Phase, Phases
 
 _KEPT = 64  # compiled constraints per tokenizer
-_WORD = 32  # tokens in a word of a mask
 _MOST_FORCED = 1024  # tokens: forced text can have any length, and each step asks again
 
 _ANCHOR = "☺"  # no token merges it with what follows
@@ -151,39 +149,122 @@ def _encoder(tokenizer: TokenizerWrapper) -> Callable[[str], list[int]]:
 
 
 class Grammar:
-    """A constraint compiled for a vocabulary, for any number of generations.
+    """Follows an output through a constraint, compiled for a vocabulary.
 
     Args:
         constraint: what outputs must satisfy.
         vocabulary: the model's.
 
     Raises:
-        OptionError: as for :func:`mlxspec.engine.compiling.compiled`.
+        OptionError: as for :func:`mlxspec.engine.compiling.compiled`. The methods raise one, too,
+            if the constraint takes too much to follow.
     """
 
     def __init__(self, constraint: Constraint | Phases, vocabulary: Vocabulary) -> None:
-        self.vocabulary = vocabulary
+        self._ends, self._vocab_size = vocabulary.ends, vocabulary.vocab_size
         phases = (Phase(constraint),) if isinstance(constraint, Constraint) else constraint
-        self.beginnings = [_beginning(phase, vocabulary) for phase in phases]
+        self._beginnings = [_beginning(phase, vocabulary) for phase in phases]
         """Per phase, the place at its beginning."""
+        self._place = self._beginning_of(0)
+        """After the last accepted token."""
 
-    def begin(self) -> GrammarState:
-        """The state before an output's first token."""
-        return GrammarState(self)
+    def begin(self) -> Grammar:
+        """The same constraint, before the first token of another output."""
+        other = copy.copy(self)
+        other._place = self._beginning_of(0)
+        return other
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Advance along tokens that were chosen under the masks."""
+        for token in tokens:
+            place = self._after(self._place, token)
+            if place is None:
+                raise OptionError(f"the constraint does not allow the token {token}")
+            self._place = place
+
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that must come next, whatever the model predicts; empty if it has a choice."""
+        phase, matcher, fresh, ended = self._place
+        if matcher is None or ended or (fresh and phase.exits):
+            return ()
+        tokens = matcher.compute_ff_tokens()[:_MOST_FORCED]
+        if tokens:
+            matcher = matcher.deep_copy()
+            tokens = tokens[: matcher.try_consume_tokens(tokens)]
+        complete = matcher.is_stopped() and matcher.is_accepting()
+        return (*tokens, *(self._ends[:1] if complete else ()))
+
+    def allowed(self, tree: DraftTree) -> DraftTree:
+        """The nodes of a draft that the constraint allows."""
+        return tree.kept([place is not None for place in self._places(tree)])
+
+    def masks(self, tree: DraftTree) -> mx.array | None:
+        """Which tokens may follow each node.
+
+        Returns:
+            bool, (rows, vocabulary), all True after a node that is not allowed itself. None if all
+            tokens may follow all nodes.
+        """
+        masks = np.ones((len(tree), self._vocab_size), dtype=np.bool_)
+        for mask, place in zip(masks, self._places(tree), strict=True):
+            if place:
+                self._mask_into(mask, place)
+        return None if masks.all() else mx.array(masks)
+
+    def _places(self, tree: DraftTree) -> Iterator[_Place | None]:
+        """The place after each node of a draft, to use at once; None if it is not allowed."""
+        places: list[_Place | None] = [self._place]
+        yield self._place
+        last_child = {parent: node for node, parent in enumerate(tree.parents)}
+        for node in range(1, len(tree)):
+            parent = tree.parents[node]
+            place = places[parent]
+            if place and place.matcher and (parent == 0 or node != last_child[parent]):
+                # Its time grows with the output's length, so a last child takes over its parent's.
+                place = place._replace(matcher=place.matcher.deep_copy())
+            places.append(place and self._after(place, tree.tokens[node]))
+            yield places[node]
+
+    def _beginning_of(self, number: int) -> _Place:
+        place = self._beginnings[number]
+        return place._replace(matcher=place.matcher and place.matcher.deep_copy())
+
+    def _after(self, place: _Place, token: int) -> _Place | None:
+        """The place after a token, which takes over the matcher; None if it is not allowed."""
+        phase, matcher, fresh, ended = place
+        # A draft may hold any integer; an id that the model lacks would break the matcher.
+        if ended or not 0 <= token < self._vocab_size:
+            return None
+        if token in phase.exits and (matcher is None or fresh):
+            return self._beginning_of(phase.exits[token])
+        if token in self._ends:
+            may_end = phase.may_end if matcher is None else matcher.is_accepting()
+            return place._replace(ended=True) if may_end else None
+        if matcher is not None and matcher.try_consume_tokens([token]) != 1:
+            _check(matcher)
+            return None
+        return place._replace(fresh=False)
+
+    def _mask_into(self, mask: np.ndarray, place: _Place) -> None:
+        """Write which tokens may come next, (vocabulary,)."""
+        phase, matcher, fresh, ended = place
+        if matcher is None:
+            mask[self._ends] = ended or phase.may_end
+        elif not ended:
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            mask[:] = np.unpackbits(bits, count=len(mask), bitorder="little")
+            _check(matcher)
+            if fresh:
+                mask[[*phase.exits]] = True
+            if not mask.any():
+                raise OptionError(_STUCK)
 
 
 def _beginning(phase: Phase, vocabulary: Vocabulary) -> _Place:
     # A tokenizer may have markers that the model lacks.
     exits = {token: to for token, to in phase.exits.items() if token < vocabulary.vocab_size}
-    phase, constraint = phase._replace(exits=exits), phase.constraint
-    if constraint is None:
-        return _Place(phase, None)
-    moves_back = not _ONE_WAY.search(constraint.text)
-    return _Place(phase, vocabulary.matcher(constraint), moves_back=moves_back)
-
-
-# With these attributes of rules, a matcher cannot take tokens back.
-_ONE_WAY = re.compile(r"\b(?:max_tokens|stop)\s*=")
+    matcher = vocabulary.matcher(phase.constraint) if phase.constraint else None
+    return _Place(phase._replace(exits=exits), matcher)
 
 
 class _Place(NamedTuple):
@@ -194,165 +275,15 @@ class _Place(NamedTuple):
         matcher: the matcher of the phase's constraint; None in free text.
         fresh: whether the phase's first token is still to come.
         ended: whether the output has ended.
-        moves_back: whether the matcher can take tokens back; otherwise nothing is drafted.
     """
 
     phase: Phase
     matcher: llguidance.LLMatcher | None
     fresh: bool = True
     ended: bool = False
-    moves_back: bool = True
-
-
-class GrammarState:
-    """Follows an output through a grammar.
-
-    Between two calls, its place is after the last accepted token, even if it has checked drafts.
-    All methods raise an OptionError if the constraint takes too much to follow.
-    """
-
-    def __init__(self, grammar: Grammar) -> None:
-        self._grammar = grammar
-        self._ends = grammar.vocabulary.ends
-        self._end_set = frozenset(self._ends)
-        self._vocab_size = grammar.vocabulary.vocab_size
-        self._place = self._beginning_of(0)
-        self._path: list[tuple[_Place, bool]] = []
-        """Per unaccepted token, the place before it, and whether its matcher consumed the token."""
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Advance along tokens that were chosen under the masks."""
-        for token in tokens:
-            if not self._advance(token, for_good=True):
-                raise OptionError(f"the constraint does not allow the token {token}")
-        self._path.clear()
-
-    def forced(self) -> tuple[int, ...]:
-        """The tokens that must come next, whatever the model predicts; empty if it has a choice."""
-        phase, matcher, fresh, ended, moves_back = self._place
-        if matcher is None or ended or not moves_back or (fresh and phase.exits):
-            return ()
-        tokens = matcher.compute_ff_tokens()[:_MOST_FORCED]
-        taken = matcher.try_consume_tokens(tokens) if tokens else 0
-        complete = matcher.is_stopped() and matcher.is_accepting()
-        if taken:
-            matcher.rollback(taken)
-        return (*tokens[:taken], *(self._ends[:1] if complete else ()))
-
-    def allowed(self, tree: DraftTree) -> DraftTree:
-        """The nodes of a draft that the constraint allows."""
-        if len(tree) == 1:
-            return tree
-        return tree.kept([may_come for _, may_come in self._walk(tree.tokens, tree.parents)])
-
-    def masks(self, tree: DraftTree) -> mx.array | None:
-        """Which tokens may follow each node.
-
-        Returns:
-            bool, (rows, vocabulary), all True after a node that is not allowed itself. None if all
-            tokens may follow all nodes.
-        """
-        words = np.full((len(tree), -(-self._vocab_size // _WORD)), -1, dtype=np.int32)
-        masked = [
-            self._mask_into(words[node])
-            for node, may_come in self._walk(tree.tokens, tree.parents)
-            if may_come
-        ]
-        if not any(masked):
-            return None
-        bits = mx.array(words)[..., None] >> mx.arange(_WORD, dtype=mx.int32) & 1
-        return bits.reshape(len(tree), -1)[:, : self._vocab_size].astype(mx.bool_)
-
-    def _walk(self, tokens: Sequence[int], parents: Sequence[int]) -> Iterator[tuple[int, bool]]:
-        """Visit each node of a draft, then return to the root.
-
-        Yields:
-            each node, and whether it is allowed; if not, the state is somewhere above it.
-        """
-        ways: list[list[int] | None] = [[]]  # from the root to each allowed node
-        here: list[int] = []
-        try:
-            yield 0, True
-            for node in range(1, len(tokens)):
-                above = ways[parents[node]]
-                if above is not None:
-                    while here != above[: len(here)]:
-                        self._retreat()
-                        here.pop()
-                    for passed in above[len(here) :]:
-                        self._advance(tokens[passed])
-                    here = [*above, node] if self._advance(tokens[node]) else [*above]
-                ways.append([*here] if here[-1:] == [node] else None)
-                yield node, ways[node] is not None
-        finally:
-            while self._path:
-                self._retreat()
-
-    def _beginning_of(self, number: int) -> _Place:
-        place = self._grammar.beginnings[number]
-        return place._replace(matcher=place.matcher and place.matcher.deep_copy())
-
-    def _advance(self, token: int, for_good: bool = False) -> bool:
-        """Advance by a token, or return False without a change if it is not allowed."""
-        place = self._place
-        phase, matcher, fresh, ended, moves_back = place
-        # A draft may hold any integer; an id that the model lacks would break the matcher.
-        if ended or not 0 <= token < self._vocab_size:
-            return False
-        consumed = False
-        if token in phase.exits and (matcher is None or fresh):
-            self._place = self._beginning_of(phase.exits[token])
-        elif token in self._end_set:
-            if not (phase.may_end if matcher is None else matcher.is_accepting()):
-                return False
-            self._place = place._replace(ended=True)
-        elif matcher is not None:
-            if not (moves_back or for_good):
-                return False
-            if matcher.try_consume_tokens([token]) != 1:
-                _check(matcher)
-                return False
-            consumed = moves_back
-            if fresh:
-                self._place = place._replace(fresh=False)
-        self._path.append((place, consumed))
-        return True
-
-    def _retreat(self) -> None:
-        """Take the last token back."""
-        place, consumed = self._path.pop()
-        if consumed and place.matcher is not None:
-            place.matcher.rollback(1)
-        self._place = place
-
-    def _mask_into(self, words: np.ndarray) -> bool:
-        """Write which tokens may come next, a bit each; return whether any may not."""
-        phase, matcher, fresh, ended, _ = self._place
-        if ended:
-            return False
-        if matcher is None:
-            if phase.may_end:
-                return False
-            for token in self._ends:
-                words[token // _WORD] &= ~_bit(token)
-            return True
-        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        _check(matcher)
-        if fresh:
-            for token in phase.exits:
-                words[token // _WORD] |= _bit(token)
-        if not words.any():
-            raise OptionError(_STUCK)
-        return True
 
 
 _STUCK = "the model's tokens cannot continue the constrained output: change the constraint"
-
-
-def _bit(token: int) -> int:
-    """The token's bit in a word of a mask, which is signed."""
-    bit = 1 << token % _WORD
-    return bit - 2**_WORD if bit >> (_WORD - 1) else bit
 
 
 def _check(matcher: llguidance.LLMatcher) -> None:

@@ -100,6 +100,9 @@ class Joint:
         ordered = [*members]
         if batch:
             ordered.sort(key=lambda member: self._seated.index(member[0]))
+        ends = [*itertools.accumulate(len(tree) for *_, tree in ordered)]
+        spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        own = {target: span for (target, *_), span in zip(ordered, spans, strict=True)}
         positions: list[int] = []
         tape = None
         with ExitStack() as masked:
@@ -110,45 +113,18 @@ class Joint:
                     masked.enter_context(masked_for(TreeRows(tree), target.trimmable))
                 if target.capability is Capability.REPLAY and len(tree) > 1:
                     target.tape = tape = tape or Tape()
-            rows = [tokens for _, tokens, _ in ordered]
-            caches = [target.cache for target, *_ in ordered]
-            logits, spans = self.logits(rows, positions, caches, tape, batch)
-        own = {target: span for (target, *_), span in zip(ordered, spans, strict=True)}
+            layers = [
+                SlotCaches(caches) if batch else _of_layer(caches, spans, self.mode, tape)
+                for caches in zip(*(target.cache for target, *_ in ordered), strict=True)
+            ]
+            rows = mx.concatenate([tokens for _, tokens, _ in ordered])
+            rows = rows[:, None] if batch else rows[None]
+            at = mx.array(positions, dtype=mx.int32)
+            logits = forward_at(self.model, rows, layers, at, tape)
         for target, tokens, _ in members:
             if target.head:
                 target.head.note(tokens, own[target].start)
-        return logits, [own[target] for target, *_ in members]
-
-    def logits(
-        self,
-        tokens: Sequence[mx.array],
-        positions: Sequence[int],
-        caches: Sequence[Sequence[Any]],
-        tape: Tape | None = None,
-        batch: bool = False,
-    ) -> tuple[mx.array, list[slice]]:
-        """Run one forward.
-
-        Args:
-            tokens: per sequence, (rows,).
-            positions: the positions of all rows.
-            caches: per sequence, its caches, one per layer.
-            tape: records the calls that lead to recurrent states.
-            batch: whether there is one row for each slot, in their order.
-
-        Returns:
-            lazy logits, (rows of all, vocabulary), and per sequence the slice of its rows.
-        """
-        ends = list(itertools.accumulate(map(len, tokens)))
-        spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        rows = mx.concatenate(list(tokens))
-        layers = [
-            SlotCaches(of_layer) if batch else _of_layer(of_layer, spans, self.mode, tape)
-            for of_layer in zip(*caches, strict=True)
-        ]
-        at = mx.array(list(positions), dtype=mx.int32)
-        logits = forward_at(self.model, rows[:, None] if batch else rows[None], layers, at, tape)
-        return logits.reshape(len(rows), -1), spans
+        return logits.reshape(len(positions), -1), [own[target] for target, *_ in members]
 
     def join(self, target: Target) -> None:
         """Move a target's caches into slots if it has plain ones only, and they fit.

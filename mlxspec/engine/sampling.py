@@ -24,7 +24,7 @@ from ..drafting.drafter import DraftTree
 from .params import SamplingParams
 
 if TYPE_CHECKING:
-    from .grammar import GrammarState
+    from .grammar import Grammar
     from .target import Target
 
 _LONGEST = 2**31 - 1  # tokens; MLX cannot index further back
@@ -52,7 +52,7 @@ class Chooser:
             decoding does; a processor or sampler may count its calls.
     """
 
-    def __init__(self, params: SamplingParams, grammar: GrammarState | None = None) -> None:
+    def __init__(self, params: SamplingParams, grammar: Grammar | None = None) -> None:
         self.params = params
         self.grammar = grammar
         self._processors = [

@@ -178,15 +178,6 @@ class Sequence:
         """The greatest depth of the next draft."""
         return min(self.remaining - 1, self.target.max_depth)
 
-    @property
-    def may_go_on(self) -> bool:
-        """Whether another step may follow the proposed one."""
-        return self.remaining > 1 or self.chooser.looks_ahead
-
-    def is_pipelined(self) -> bool:
-        """Whether the next forward may be dispatched before the proposed step's token is known."""
-        return not self.proposed and self.drafter.pipelined
-
     def _fitting(self, proposed: object, max_depth: int) -> DraftTree:
         """Cut a proposal to what the target can verify and the output has room for."""
         tree = checked_draft(proposed, self.drafter, self.last)
@@ -380,17 +371,20 @@ def joint_step(
         plans: for the sequences whose drafts were planned together.
 
     Returns:
-        per sequence, its step, or the exception of its drafter, processor or sampler. Such a
-        sequence must be closed; the others continue.
+        per sequence, its step, or the exception of its drafter, processor, sampler or forward. Such
+        a sequence must be closed; the others continue.
     """
     plans = plans or {}
     proposed = each(lambda sequence: sequence.propose(plans.get(sequence)), sequences)
     waiting = [sequence for sequence in proposed if not sequence.ahead]
-    ready = each(Sequence.take_ahead, [sequence for sequence in proposed if sequence.ahead])
-    running = [*ready, *dispatch(waiting, joint)]
-    dispatch_next(running, joint)
-    accepted = each(Sequence.accept, running)
-    keep(accepted)
+    try:
+        ready = each(Sequence.take_ahead, [sequence for sequence in proposed if sequence.ahead])
+        running = [*ready, *dispatch(waiting, joint)]
+        dispatch_next(running, joint)
+        accepted = each(Sequence.accept, running)
+        keep(accepted)
+    except Exception as error:  # from the forward, which all share
+        return [sequence.fault or error for sequence in sequences]
     steps = each(Sequence.settle, accepted)
     return [steps[own] if own.fault is None else own.fault for own in sequences]
 
@@ -455,8 +449,8 @@ def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
 
     All or none: two forwards of a few rows take longer than one.
     """
-    going_on = [sequence for sequence in sequences if sequence.may_go_on]
-    pipelined = each(Sequence.is_pipelined, going_on)
+    going_on = [s for s in sequences if s.remaining > 1 or s.chooser.looks_ahead]
+    pipelined = each(lambda s: not s.proposed and s.drafter.pipelined, going_on)
     if all(pipelined.values()):
         dispatch([*pipelined], joint, ahead=True)
 
@@ -530,7 +524,7 @@ class Batch:
         outcomes: dict[Sequence, VerifiedStep | Exception] = {}
         if len(together) > 1:
             outcomes = dict(zip(together, self._step_together(together), strict=True))
-        return [outcomes[s] if s in outcomes else _step_alone(s) for s in sequences]
+        return [outcomes[s] if s in outcomes else joint_step([s])[0] for s in sequences]
 
     def _step_together(self, sequences: abc.Sequence[Sequence]) -> list[VerifiedStep | Exception]:
         started = time.perf_counter()
@@ -604,14 +598,6 @@ def _planners(sequences: abc.Sequence[Sequence]) -> dict[Sequence, Planner]:
         for sequence in sequences
         if isinstance(sequence.drafter, Planner) and not sequence.drafter.failed
     }
-
-
-def _step_alone(sequence: Sequence) -> VerifiedStep | Exception:
-    """Run one sequence's step with a forward of its own."""
-    try:
-        return step(sequence)
-    except Exception as error:  # including the forward's, which no other sequence shares
-        return error
 
 
 # --- step times ---

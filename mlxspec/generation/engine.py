@@ -222,13 +222,8 @@ class Engine:
         sequences = [request.sequence for request in requests if request.sequence]
         self.steps += 1
         started = time.perf_counter()
-        try:
-            outcomes = self._batch.step(sequences)
-            self.step_seconds = time.perf_counter() - started
-        except Exception as error:  # from the forward, which all requests share
-            for request in requests:
-                self._end(request, error)
-            return
+        outcomes = self._batch.step(sequences)
+        self.step_seconds = time.perf_counter() - started
         for request, sequence, outcome in zip(requests, sequences, outcomes, strict=True):
             if isinstance(outcome, VerifiedStep):
                 yield from self._respond(request, sequence, outcome)

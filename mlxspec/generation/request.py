@@ -39,7 +39,7 @@ from .response import GenerationResponse, SpeculationStats
 from .session import Session
 
 if TYPE_CHECKING:
-    from ..engine.grammar import GrammarState
+    from ..engine.grammar import Grammar
 
 
 _log = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class Request:
         self.prefilled = self.n_cached
         self._prefill_started = time.perf_counter()
 
-    def _new_drafter(self, grammar: GrammarState | None) -> Drafter:
+    def _new_drafter(self, grammar: Grammar | None) -> Drafter:
         """Make the drafter, which also drafts the tokens that the grammar forces."""
         decoder = self.decoder
         drafter: Drafter = NoDraft()

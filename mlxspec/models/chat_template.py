@@ -85,9 +85,8 @@ def conversation_ids(
         raise OptionError(f"chat_template_kwargs must not set {wrong[0]}: leave it out")
     continued = messages[-1]["role"] == "assistant"
     turn = {"add_generation_prompt": not continued, "continue_final_message": continued}
-    conversation = [dict(message) for message in messages]
     try:
-        ids: list[int] = apply_template(tokenizer, conversation, **{**turn, **how})
+        ids: list[int] = apply_template(tokenizer, [*map(dict, messages)], **{**turn, **how})
     except PromptError as error:
         raise PromptError(
             f"{error}: pass messages whose roles and order this model accepts"

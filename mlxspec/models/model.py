@@ -31,8 +31,6 @@ from .model_files import (
 
 _log = logging.getLogger(__name__)
 
-_HALF_PRECISION = (mx.float16, mx.bfloat16)
-
 
 def load(
     path_or_hf_repo: str | Path,
@@ -167,7 +165,8 @@ def _with_adapters(model: nn.Module, directory: Path) -> nn.Module:
 def widen(model: nn.Module) -> None:
     """Turn half precision into float32 on the CPU back end, which emulates half precision."""
     if mx.default_device().type == mx.cpu:
-        model.apply(lambda p: p.astype(mx.float32) if p.dtype in _HALF_PRECISION else p)
+        half = (mx.float16, mx.bfloat16)
+        model.apply(lambda p: p.astype(mx.float32) if p.dtype in half else p)
 
 
 OnRead = Callable[[int], object]

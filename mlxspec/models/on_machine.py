@@ -17,24 +17,20 @@ from ..errors import LoadError
 from .heads import NO_MODEL, named_kind
 from .model_files import BESIDE, check_weights, local_path, read_config, read_json_object
 
-_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
-
 
 @dataclass(frozen=True)
 class ModelFiles:
     """A model's files.
 
     Attributes:
-        directory: the model's directory.
         nbytes: the size of all files.
         trouble: why the model cannot run as it is, and the remedy; "" if it can.
         architecture: the ``model_type`` of ``config.json``.
-        weights: the type of the weights, such as "4 bits" or "bf16".
+        weights: the type of the weights, such as "4 bits" or "bfloat16".
         memory_bytes: what the weights take in memory, with those of a trained head beside them. On
             the CPU half precision becomes float32.
     """
 
-    directory: Path
     nbytes: int
     trouble: str = ""
     architecture: str = ""
@@ -100,7 +96,7 @@ def model_files(directory: Path) -> ModelFiles:
             raise LoadError(f"mlx-lm does not know its architecture, {architecture!r}")
     except LoadError as error:
         trouble = str(error).removeprefix(str(directory)).lstrip("/: ")
-        return ModelFiles(directory, nbytes, trouble)
+        return ModelFiles(nbytes, trouble)
     types: Counter[str] = Counter()
     for tensor in tensors:
         types[str(tensor.dtype).removeprefix("mlx.core.")] += tensor.nbytes
@@ -108,7 +104,7 @@ def model_files(directory: Path) -> ModelFiles:
     if mx.default_device().type == mx.cpu:
         memory += types["float16"] + types["bfloat16"]
     memory += sum(path.stat().st_size for pattern in BESIDE for path in directory.glob(pattern))
-    return ModelFiles(directory, nbytes, "", architecture, _in_words(config, types), memory)
+    return ModelFiles(nbytes, "", architecture, _in_words(config, types), memory)
 
 
 def _is_known(architecture: str) -> bool:
@@ -125,5 +121,4 @@ def _in_words(config: dict[str, Any], types: Counter[str]) -> str:
     quantization = config.get("quantization")
     if isinstance(quantization, dict) and "bits" in quantization:
         return f"{quantization['bits']} bits"
-    most = max(types, key=lambda dtype: (types[dtype], dtype), default="")
-    return _TYPES.get(most, most)
+    return max(types, key=lambda dtype: (types[dtype], dtype), default="")

@@ -113,7 +113,7 @@ class OutputParser:
         self._after_marker = format.initial == "reasoning"
         self._trims_space = format.trims_space
         self._call = ""  # the text since the last call marker
-        self._written = ""  # what the model wrote of it, with the marker
+        self._marker = ""  # that marker, unless the prompt has it
         self._sent = 0  # how many of its characters were sent as calls
         self._object: int | None = None  # where the arguments that are being sent begin
 
@@ -157,7 +157,7 @@ class OutputParser:
         deltas = self._end_call(self._tokenizer.tool_call_end) if ends else []
         self._state, self._gap, self._after_marker = state, "", True
         if state == "tool":
-            self._call, self._written = "", self._tokenizer.tool_call_start
+            self._call, self._marker = "", self._tokenizer.tool_call_start
             self._sent, self._object = 0, None
         return deltas
 
@@ -186,7 +186,6 @@ class OutputParser:
     def _add_to_call(self, text: str) -> list[Part]:
         """Add to a call's text; returns calls and arguments that can be sent before it ends."""
         self._call += text
-        self._written += text
         deltas: list[Part] = []
         while self._header and not self.finished:
             if self._object is None:
@@ -224,7 +223,8 @@ class OutputParser:
             if not parsed:
                 raise ValueError("no call")
         except Exception:  # the parsers raise exceptions of any type
-            return [] if cut and format.tools else [Part("text", self._written + marker)]
+            written = self._marker + self._call + marker
+            return [] if cut and format.tools else [Part("text", written)]
         deltas: list[Part] = []
         for name, arguments, call_id in parsed if format.several_calls else parsed[:1]:
             deltas += [self._begin(name, call_id), Part("arguments", arguments, self.n_calls - 1)]
@@ -463,7 +463,7 @@ class ApiAnswer(ABC):
 
 _log = logging.getLogger("mlxspec.server")
 
-_LOOKING = 0.2  # seconds between two looks whether the client of a whole answer has left
+_LOOKING = 0.1  # seconds between two looks whether the client of a whole answer has left
 FAILED = ApiError("the server has failed: see its log", status=500)
 
 

@@ -43,12 +43,10 @@ from .openai import (
 from .prompts import (
     Prompt,
     chat_prompt,
-    compiled_constraint,
     completion_prompts,
-    is_constrained,
     text_ids,
 )
-from .requests import ApiBody, check_ids, sampling_of_choice
+from .requests import ApiBody, check_ids
 from .responses import (
     ResponsesAnswer,
     ResponsesBody,
@@ -392,7 +390,7 @@ class Endpoints:
                 "constraint": grammar,
                 "stop": body.stop,
                 "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
-                "sampling": sampling_of_choice(body.sampling, choice, served.special_tokens),
+                "sampling": body.sampling(choice, served.special_tokens),
             }
             return ServedRequest(
                 *(served, tokens, max_tokens, options),
@@ -408,19 +406,19 @@ class Endpoints:
 
     async def _grammar(self, served: ServedModel, body: ApiBody, prompt: Prompt) -> Grammar | None:
         """The compiled constraint of an answer; None without one."""
-        if not is_constrained(body):
+        if prompt.constraint is None:
             return None
-        tokenizer = served.decoder.tokenizer
+        vocabulary, decoder = None, served.decoder
         try:
-            make = partial(Vocabulary.of, tokenizer, served.decoder.vocab_size)
+            make = partial(Vocabulary.of, decoder.tokenizer, decoder.vocab_size)
             vocabulary = await self._tokenized(served, make)
+            async with self._slow:
+                return await run_in_threadpool(Grammar, prompt.constraint, vocabulary)
         except OptionError as error:
-            if not body.constraint and not body.forced_tool:  # strict tools are then not enforced
-                return None
-            param = body.constrained_by or "tool_choice"
-            raise ApiError(f"{param}: {error}", param=param) from error
-        async with self._slow:
-            return await run_in_threadpool(compiled_constraint, body, prompt, tokenizer, vocabulary)
+            if vocabulary is None and not body.constraint and not body.forced_tool:
+                return None  # strict tools are then not enforced
+            param = body.constrained_by or "tools"
+            raise ApiError(f"{param}: {error}.", param=param) from error
 
 
 # --- status ---

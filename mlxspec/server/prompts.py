@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..engine.grammar import Grammar, Vocabulary, token_of
+from ..engine.grammar import token_of
 from ..engine.params import ONE_LINE, Constraint, Phases
 from ..errors import OptionError, PromptError
 from ..generation.options import in_answer, leaves_reasoning_open
@@ -24,16 +24,18 @@ from .requests import ApiBody
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, what ends its output, and the output's format.
+    """A prompt, and what is known of its output.
 
     Attributes:
         tokens: the token ids.
         stop_tokens: tokens that end the output, besides the model's own.
+        constraint: the constraint of the output.
         format: the format of a chat's answer; None for text without markers.
     """
 
     tokens: list[int]
     stop_tokens: tuple[int, ...] = ()
+    constraint: Constraint | Phases | None = None
     format: OutputFormat | None = None
 
 
@@ -56,7 +58,7 @@ def chat_prompt(
 
     Raises:
         ApiError: the template rejects the messages, the rendered text is too long, the model does
-            not support chats or tools, or it cannot be made to call one.
+            not support chats or tools, or its answer cannot be constrained as requested.
     """
     if not tokenizer.has_chat_template:
         raise ApiError("This model has no chat template: use /v1/completions.", param="model")
@@ -89,7 +91,13 @@ def chat_prompt(
         several_calls=request.parallel_tool_calls,
         trims_space=trims_space,
     )
-    return Prompt(text_ids(text, request.param, tokenizer, longest), format=format)
+    try:
+        constraint = _answer_phases(request, format, tokenizer)
+    except OptionError as error:
+        param = request.constrained_by or "tools"
+        raise ApiError(f"{param}: {error}.", param=param) from error
+    tokens = text_ids(text, request.param, tokenizer, longest)
+    return Prompt(tokens, constraint=constraint, format=format)
 
 
 def why_no_tools(tokenizer: TokenizerWrapper) -> str | None:
@@ -172,39 +180,6 @@ def _is_reasoning(request: ApiBody, tokenizer: TokenizerWrapper, text: str) -> b
 # --- constraints ---
 
 
-def compiled_constraint(
-    request: ApiBody, prompt: Prompt, tokenizer: TokenizerWrapper, vocabulary: Vocabulary
-) -> Grammar | None:
-    """Compile a request's constraint on the answers to a prompt.
-
-    Args:
-        request: the request for a chat or a completion.
-        prompt: the prompt made from the request.
-        tokenizer: the model's tokenizer.
-        vocabulary: the model's vocabulary.
-
-    Raises:
-        ApiError: a schema, regex or grammar cannot be enforced.
-    """
-    try:
-        constraint: Constraint | Phases | None = request.constraint
-        if prompt.format:
-            constraint = _answer_phases(request, prompt.format, tokenizer)
-        return Grammar(constraint, vocabulary) if constraint else None
-    except OptionError as error:
-        param = request.constrained_by or "tools"
-        raise ApiError(f"{param}: {error}.", param=param) from error
-
-
-def is_constrained(request: ApiBody) -> bool:
-    """Whether a request constrains its answer."""
-    return bool(request.constraints) or _constrains_calls(request)
-
-
-def _constrains_calls(request: ApiBody) -> bool:
-    return request.demands_call or any(map(_is_strict, request.tools_shown))
-
-
 def _is_strict(tool: dict[str, Any]) -> bool:
     """Whether a tool's arguments must match its schema."""
     return bool(tool["function"].get("strict"))
@@ -219,7 +194,8 @@ def _answer_phases(
         OptionError: tools and constraint cannot be combined, or the model's reasoning has no end
             that a constraint could follow.
     """
-    calls = _calls_constraint(request, tokenizer) if _constrains_calls(request) else None
+    constrains = request.demands_call or any(map(_is_strict, request.tools_shown))
+    calls = _calls_constraint(request, tokenizer) if constrains else None
     if request.demands_call:  # the prompt ends with a call's marker
         return calls
     call_start = token_of(tokenizer, tokenizer.tool_call_start) if request.tools_shown else None
@@ -362,13 +338,13 @@ def completion_prompts(
     for prompt in request.prompt:
         if isinstance(prompt, str):
             check_length(prompt + request.suffix, request.param, longest)
+        ends: tuple[int, ...] = ()
         if request.suffix:
-            text = prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt))
-            prompts.append(_fill_in(text, request.suffix, tokenizer))
-        elif isinstance(prompt, str):
-            prompts.append(Prompt(encode_prompt(tokenizer, prompt)))
+            text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+            tokens, ends = _fill_in(text, request.suffix, tokenizer)
         else:
-            prompts.append(Prompt(list(prompt)))
+            tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else prompt
+        prompts.append(Prompt(tokens, ends, request.constraint))
     return prompts
 
 
@@ -390,8 +366,10 @@ _FILL_IN_ENDS = (
 """Tokens that end a filled-in text and are not always among a model's end tokens."""
 
 
-def _fill_in(prompt: str, suffix: str, tokenizer: TokenizerWrapper) -> Prompt:
-    """A prompt that makes the model fill in the middle of a text."""
+def _fill_in(
+    prompt: str, suffix: str, tokenizer: TokenizerWrapper
+) -> tuple[list[int], tuple[int, ...]]:
+    """A prompt that makes the model fill in the middle of a text, and what ends its output."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     markers = next((names for names in _FILL_IN if vocabulary.keys() >= {*names}), None)
     if markers is None:
@@ -405,7 +383,7 @@ def _fill_in(prompt: str, suffix: str, tokenizer: TokenizerWrapper) -> Prompt:
     tokens = encode_prompt(tokenizer, "")  # BOS, if the model has one
     tokens += [*before, *after, *last] if last else [*after, *before]
     ends = [vocabulary[name] for name in (*markers, *_FILL_IN_ENDS) if name in vocabulary]
-    return Prompt(tokens, stop_tokens=tuple(ends))
+    return tokens, tuple(ends)
 
 
 def _continuing_ids(text: str, tokenizer: TokenizerWrapper) -> list[int]:

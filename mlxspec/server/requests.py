@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -88,27 +87,20 @@ class SamplingBody(Body):
     xtc_probability: _Fraction = _DEFAULT.xtc_probability
     xtc_threshold: Annotated[float, Field(ge=0, le=0.5)] = _DEFAULT.xtc_threshold
 
-    @property
-    def sampling(self) -> SamplingParams:
-        """The options as sampling parameters."""
+    def sampling(self, choice: int = 0, xtc_special_tokens: Sequence[int] = ()) -> SamplingParams:
+        """The sampling parameters of one choice.
+
+        Args:
+            choice: the choice's index among a prompt's ``n``. The first choice has the seed as
+                sent, so it equals that of ``n: 1``. The others have the seeds that follow.
+            xtc_special_tokens: token ids that XTC never drops.
+        """
         given = {name: getattr(self, name) for name in SamplingBody.model_fields}
         given |= {"top_k": self.top_k or 0, "logit_bias": self.logit_bias or None}
+        given |= {"xtc_special_tokens": tuple(xtc_special_tokens)}
+        if self.seed is not None:
+            given["seed"] = (self.seed + choice) % 2**64
         return SamplingParams(given.pop("temperature"), **given)
-
-
-def sampling_of_choice(
-    sampling: SamplingParams, choice: int = 0, xtc_special_tokens: Sequence[int] = ()
-) -> SamplingParams:
-    """The sampling parameters of one choice.
-
-    Args:
-        sampling: the request's parameters.
-        choice: the choice's index among a prompt's ``n``. The first choice has the seed as sent,
-            so it equals that of ``n: 1``. The others have the seeds that follow.
-        xtc_special_tokens: token ids that XTC never drops.
-    """
-    seed = None if sampling.seed is None else (sampling.seed + choice) % 2**64
-    return replace(sampling, seed=seed, xtc_special_tokens=tuple(xtc_special_tokens))
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:

@@ -15,12 +15,13 @@ from click.testing import CliRunner, Result
 from mlxspec.cli.calibrate import calibrate_command
 from mlxspec.cli.common.output import ProgressBar
 from mlxspec.drafting.costs import KnownTime
+from mlxspec.drafting.kept import KnownTimes
 from mlxspec.engine import costs
 from mlxspec.engine.patches import split_from
 
 TIMES = [
-    KnownTime(1, 0.025, 0.01 / 1.96, 60),
-    KnownTime(2, 0.026, 0.02 / 1.96, 12),
+    KnownTime(1, 0.025, 0.02, 60),
+    KnownTime(2, 0.026, 0.02, 12),
     KnownTime(8, 0.067, 0.08 / 1.96, 12),
     KnownTime(64, 1.3, 0.40 / 1.96, 12),
 ]
@@ -41,11 +42,10 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The contexts of the measurements from now on, each with the result TIMES."""
     contexts: list[int] = []
 
-    def calibrate(model, plan, *, context, sequences, on_prefill, on_progress):
+    def calibrate(model, plan, *, context, sequences, name, on_progress):
         contexts.append(context)
-        on_prefill(3, 3)
         on_progress(1.0)
-        return TIMES, None
+        return KnownTimes(TIMES, "careful", name=name)
 
     monkeypatch.setattr(costs, "calibrate", calibrate)
     monkeypatch.setattr(costs, "measured_contexts", lambda model, sequences=1: [64])
@@ -191,7 +191,7 @@ def test_attention_is_measured_as_it_runs(
 
     def measured(model, plan, **options):
         split.append(split_from(model))
-        return TIMES, True
+        return KnownTimes(TIMES, "careful", split=True)
 
     monkeypatch.setattr(costs, "calibrate", measured)
     assert calibrate(endless, "--context", 8000).exit_code == 0
@@ -204,7 +204,7 @@ def test_noise_is_not_kept_and_what_was_known_stays(
 ):
     calibrate(endless)
     before = calibrate("--show").stdout
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: (NOISE, None))
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: KnownTimes(NOISE, "careful"))
     result = calibrate(endless, "--json")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(f"Error: {endless.name}: the times scatter too much: half of")
@@ -230,7 +230,7 @@ def test_a_measurement_of_plain_steps_alone_replaces_no_better_one(
     endless: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     calibrate(endless)
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: (TIMES[:1], None))
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: KnownTimes(TIMES[:1], "careful"))
     result = calibrate(endless)
     assert result.exit_code == 0
     assert "67.00" in calibrate(endless, "--show").stdout
@@ -273,7 +273,7 @@ def test_a_spoiled_cache_file_is_one_note(
 def test_a_model_without_drafts_has_plain_steps_alone(
     endless: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: (TIMES[:1], None))
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: KnownTimes(TIMES[:1], "careful"))
     assert "Only plain steps were measured" in calibrate(endless).stdout
 
 

@@ -15,8 +15,7 @@ from click.testing import CliRunner
 
 from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
-from mlxspec.cli.common.generation import Generation
-from mlxspec.cli.common.options import options_of
+from mlxspec.cli.common.generation import Generation, generation_options
 from mlxspec.cli.common.output import error_console
 from mlxspec.cli.explain import explain_command
 from mlxspec.cli.memory import Memories
@@ -32,7 +31,7 @@ def taken(*arguments: object) -> Generation:
     results = []
 
     @click.command()
-    @options_of(Generation, "generation")
+    @generation_options()
     def command(generation: Generation) -> None:
         results.append(generation)
 

@@ -712,5 +712,5 @@ def test_what_drafts_taught_is_shown_and_forgotten(
     report = json.loads(CliRunner().invoke(main, ["memory", "show", "--json"]).stdout)
     assert report["experience"] == {"models": 1, "directory": str(kept)}
     forgotten = CliRunner().invoke(main, ["memory", "forget", "--all", "--yes"])
-    assert forgotten.stdout == "Forgot which drafts were right for 1 model.\n"
+    assert forgotten.stdout.startswith("Forgot which drafts were right for 1 model.\n")
     assert not [*kept.iterdir()]

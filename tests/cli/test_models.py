@@ -56,7 +56,7 @@ def test_what_is_told_of_a_model(cache: dict[str, Path], endless: Path, tmp_path
     assert list(models) == ["owner/model", "owner/other-GGUF", str(endless), "demo"]
     first = models["owner/model"]
     assert (first["default"], first["aliases"], first["usable"]) == (True, ["fast"], True)
-    assert (first["weights"], first["fits"]) == ("bf16", True)
+    assert (first["weights"], first["fits"]) == ("bfloat16", True)
     assert models[str(endless)]["aliases"] == ["mine"]
     other = models["owner/other-GGUF"]
     assert (other["usable"], other["fits"], other["memory_bytes"]) == (False, False, None)

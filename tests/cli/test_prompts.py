@@ -13,19 +13,22 @@ from pathlib import Path
 import pytest
 
 from mlxspec.cli.common import prompt as prompts
-from mlxspec.cli.common.prompt import PromptOptions
+from mlxspec.cli.common.prompt import PromptOptions, token_ids
 from mlxspec.errors import PromptError
+from tests.cli.test_generate import assert_one_line_error, generate
 
 
 def input_with(data: bytes) -> io.TextIOWrapper:
     return io.TextIOWrapper(io.BytesIO(data))
 
 
-def read_prompt(text: str | None, file: str | None, ids: str | None) -> str | list[int]:
+def read_prompt(text: str | None, file: str | None, ids: list[int] | None) -> str | list[int]:
     return PromptOptions(text, file, ids).read()
 
 
-def error_for(text: str | None = None, file: str | None = None, ids: str | None = None) -> str:
+def error_for(
+    text: str | None = None, file: str | None = None, ids: list[int] | None = None
+) -> str:
     with pytest.raises(PromptError) as error:
         read_prompt(text, file, ids)
     return str(error.value)
@@ -57,17 +60,18 @@ def test_a_file_or_standard_input_loses_one_newline_at_its_end(
 
 @pytest.mark.parametrize("ids", ["1,2,30", "1 2 30", " 1, 2,30 "])
 def test_token_ids_are_numbers_with_commas_or_spaces(ids: str):
-    assert read_prompt(None, None, ids) == [1, 2, 30]
+    assert token_ids(ids) == [1, 2, 30]
 
 
 @pytest.mark.parametrize("ids", ["", "1,x", "-1", "1.5", "¹"])
 def test_anything_else_is_no_token_id(ids: str):
-    assert "--prompt-ids" in error_for(ids=ids)
+    result = generate("--model", "demo", "--decoder", "plain", "--prompt-ids", ids)
+    assert_one_line_error(result, "the prompt holds the id -1" if ids == "-1" else "--prompt-ids")
 
 
 def test_a_prompt_is_needed_and_one_is_enough():
     assert error_for().startswith("no prompt: ")
-    assert "--prompt and --prompt-ids" in error_for("a", None, "1")
+    assert "--prompt and --prompt-ids" in error_for("a", None, [1])
 
 
 def test_an_empty_prompt_is_named_by_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

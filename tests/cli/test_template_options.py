@@ -130,7 +130,7 @@ def test_the_lines_of_a_file_get_them_where_they_lack_them(model: Path, tmp_path
     mine = ("--system-prompt", "Mine.", *given[2:])
     alone = [report("--model", model, PROMPT, *options)["tokens"] for options in (given, mine)]
     assert [answer.get("tokens") for answer in answers] == [alone[0], alone[0], alone[1], None]
-    assert "leave out --system-prompt" in answers[3]["error"]
+    assert "--system-prompt needs a chat template" in answers[3]["error"]
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1  # the error's alone
 
@@ -163,7 +163,7 @@ def test_a_cached_prompt_begins_with_the_system_prompt(tmp_path: Path) -> None:
 
     result = run(generate_command, "--prompt-cache-file", file, end, "--system-prompt", "Be brief.")
     assert result.exit_code == 1
-    assert "give it to 'mlxspec cache-prompt'" in result.stderr
+    assert "--system-prompt and --prompt-cache-file are given together" in result.stderr
 
 
 @pytest.mark.nightly
@@ -217,9 +217,8 @@ def test_a_template_that_refuses_them_is_one_line(endless: Path, tmp_path: Path)
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     result = run(generate_command, "a", "--model", model, "--system-prompt", "b")
     assert result.exit_code == 1
-    assert result.stderr == (
-        "Error: the chat template failed (no): use --raw, or no options of the chat template\n"
-    )
+    assert result.stderr.startswith("Error: the chat template failed (no): ")
+    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -73,11 +73,17 @@ def test_an_error_is_one_line_and_status_1(tmp_path: Path):
 
 
 @pytest.mark.parametrize("option", ["--q-bits=4", "--q-group-size=64", "--q-mode=affine"])
-def test_options_of_quantisation_need_it(option: str):
-    result = CliRunner().invoke(convert_command, ["--hf-path", "owner/none", option])
-    name = option.partition("=")[0]
-    assert result.exit_code == 1
-    assert result.stderr.startswith(f"Error: {name} has no effect without --quantize: add it")
+def test_options_of_quantisation_ask_for_it(option: str, monkeypatch: pytest.MonkeyPatch):
+    asked: list[object] = []
+
+    def converted(**options: object) -> tuple[int, int, str]:
+        asked.append(options["quantize"])
+        return 1, 1, ""
+
+    monkeypatch.setattr(conversion, "convert", converted)
+    for options in ([], [option]):
+        assert CliRunner().invoke(convert_command, ["--hf-path", "x", *options]).exit_code == 0
+    assert asked == [False, True]
 
 
 def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch):

@@ -22,7 +22,7 @@ from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
 
 KEY = CostKey({"chip": "M4", "mlx": "0.32.4"}, {"type": "llama", "digest": "a1"})
-TIMES = (KnownTime(1, 0.025, 0.02), KnownTime(4, 0.036, 0.03), KnownTime(32, 0.13, 0.05))
+TIMES = [KnownTime(1, 0.025, 0.02), KnownTime(4, 0.036, 0.03), KnownTime(32, 0.13, 0.05)]
 KNOWN = KnownTimes(TIMES, "careful", "2026-01-31T10:00:00+00:00")
 TOP_LEVEL = ("format", "version", "machine", "model", "contexts", "times", "source", "updated")
 OF_A_TIME = ("rows", "seconds", "uncertainty")
@@ -64,7 +64,7 @@ def test_what_was_kept_is_read_again(cache: CostCache):
     cache.update(KEY, {1024: KNOWN})
     assert CostCache(cache.directory).read(KEY) == {1024: KNOWN}
     assert cache.entries() == [(KEY, {1024: KNOWN})]
-    widest = replace(KNOWN, times=(*TIMES, KnownTime(WIDEST, 0.3, 0.05)))
+    widest = replace(KNOWN, times=[*TIMES, KnownTime(WIDEST, 0.3, 0.05)])
     cache.update(KEY, {4096: widest})
     assert cache.read(KEY)[4096] == widest
 
@@ -90,8 +90,6 @@ def test_an_update_leaves_other_ranges_and_other_models_alone(cache: CostCache):
         (("careful", 2), ("quick", 3), "careful"),
         (("careful", 2), ("steps", 3), "careful"),
         (("quick", 3), ("careful", 2), "careful"),
-        (("careful", 1), ("quick", 3), "quick"),  # only plain steps were measured
-        (("quick", 3), ("careful", 1), "quick"),
         (("quick", 3), ("steps", 3), "quick"),
         (("steps", 3), ("quick", 2), "quick"),
     ],
@@ -105,15 +103,6 @@ def test_the_better_measurement_stays(
     assert cache.read(KEY)[1024].source == stays
 
 
-def test_what_tells_the_cost_of_drafts_stays_before_all_else(cache: CostCache):
-    whole = tuple(KnownTime(rows, 0.02, 0.1) for rows in (1, 2, 4, 8))
-    later = "2026-02-01T10:00:00+00:00"
-    cache.update(KEY, {1024: KnownTimes(whole[:3], "careful", later)})
-    cache.update(KEY, {1024: KnownTimes(whole, "quick", later)})
-    cache.update(KEY, {1024: KnownTimes(whole[:3], "careful", later)})
-    assert cache.read(KEY)[1024].source == "quick"
-
-
 def test_among_equals_the_last_one_stays_unless_it_knows_fewer_rows(cache: CostCache):
     later = "2026-02-01T10:00:00+00:00"
     cache.update(KEY, {1024: KNOWN})
@@ -121,14 +110,6 @@ def test_among_equals_the_last_one_stays_unless_it_knows_fewer_rows(cache: CostC
     assert cache.read(KEY) == {1024: KNOWN}
     cache.update(KEY, {1024: KnownTimes(TIMES, "careful", later)})
     assert cache.read(KEY)[1024].updated == later
-
-
-def test_a_name_stays_where_a_correction_has_none(cache: CostCache):
-    cache.update(KEY, {1024: replace(KNOWN, name="mine")})
-    cache.update(KEY, {1024: KNOWN})
-    assert cache.read(KEY)[1024].name == "mine"
-    cache.update(KEY, {1024: replace(KNOWN, name="newer")})
-    assert cache.read(KEY)[1024].name == "newer"
 
 
 def test_the_file_is_the_user_s_own_and_nothing_else_stays(cache: CostCache):
@@ -192,7 +173,7 @@ def test_a_spoiled_file_is_ignored_with_one_line_and_replaced(
 def test_the_content_that_the_spoiled_files_are_made_of_is_good(cache: CostCache):
     cache.directory.mkdir()
     (cache.directory / KEY.file_name).write_text(spoiled())
-    assert cache.read(KEY)[1024].times == (KnownTime(1, 0.025, 0.02),)
+    assert cache.read(KEY)[1024].times == [KnownTime(1, 0.025, 0.02)]
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
@@ -263,13 +244,6 @@ def test_values_that_nobody_expects_are_found_or_harmless(
     content = spoiled(times=plain(**change)) if name in OF_A_TIME else spoiled(**change)
     (cache.directory / KEY.file_name).write_text(content)
     usable_or_ignored(cache)
-
-
-def test_times_out_of_range_are_not_written(cache: CostCache):
-    cache.update(KEY, {1024: KNOWN})
-    absurd = KnownTimes((*TIMES[:1], KnownTime(4, 90_000.0, 0.1)), "steps", KNOWN.updated)
-    cache.update(KEY, {1024: absurd})
-    assert cache.read(KEY) == {1024: KNOWN}
 
 
 def test_fewer_numbers_of_rows_do_not_replace_more(cache: CostCache):

@@ -127,17 +127,6 @@ def test_sequences_that_share_a_step_attend_to_a_context_each():
     assert costs.seconds(13) == pytest.approx(more, rel=0.05)
 
 
-def test_changes_are_there_once_after_steps_have_run():
-    costs = LiveCosts(measured(64, 8000))
-    assert costs.changes() == {}
-    costs.move_to(2000)
-    costs.record(8, 0.05, False)
-    assert costs.unsaved_steps == 1
-    assert list(costs.changes()) == [64, 8000]
-    assert costs.unsaved_steps == 0
-    assert costs.changes() == {}
-
-
 def test_each_generation_has_a_prediction_of_its_own():
     shared = LiveCosts({1024: times(2.0)})
     first, second = shared.for_generation(), shared.for_generation()
@@ -239,7 +228,6 @@ def test_generations_beside_each_other_have_runs_of_their_own():
             own.record(*step)
     assert shared.curve(8) == pytest.approx(in_turn.curve(8), rel=0.02)
     assert shared.sync_overhead == pytest.approx(in_turn.sync_overhead, rel=0.2)
-    assert shared.unsaved_steps == in_turn.unsaved_steps == 3 * len(steps)
 
 
 def test_threads_may_record_and_read_at_once():
@@ -345,7 +333,7 @@ def test_no_times_make_an_estimate_that_fails(
             check_makes_sense(costs)
         costs.move_to(context)
         check_makes_sense(costs)
-        again = LiveCosts(costs.changes() or {1024: FALLING})
+        again = LiveCosts(costs.changes())
         check_makes_sense(again.for_sequences(2))
     for count in counts:  # with what the steps of one have taught
         check_makes_sense(alone.for_sequences(count))

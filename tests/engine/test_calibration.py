@@ -17,7 +17,7 @@ from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.random_models import SLIDING_GEMMA_3, random_model
 
-SMALL = replace(QUICK, rows=(2, 4, 16), rounds=2, plain_tokens=2, seconds=1e9, context=8)
+SMALL = replace(QUICK, rows=(2, 4, 16), rounds=2, plain_tokens=2, seconds=1e9)
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +71,9 @@ def test_the_context_grows_no_further_than_the_plan_says(llama: nn.Module):
 
 def test_a_calibration_gives_every_number_of_rows_its_time(llama: nn.Module):
     shares: list[float] = []
-    prefill: list[tuple[int, int]] = []
-    times, _ = calibrate(
-        llama,
-        SMALL,
-        context=8,
-        on_prefill=lambda done, total: prefill.append((done, total)),
-        on_progress=shares.append,
-    )
+    times = calibrate(llama, SMALL, context=8, on_progress=shares.append).times
     assert [(time.rows, time.steps) for time in times] == [(1, 4), (2, 2), (4, 2), (16, 2)]
     assert all(time.seconds > 0 for time in times)
-    assert prefill[-1] == (7, 7)
     assert shares[-1] == 1
 
 
@@ -97,7 +89,7 @@ def test_a_shared_step_has_a_row_of_each_sequence_and_the_drafts_between_them(ll
 
     model = Watched(llama.args)
     plan = replace(SMALL, rows=(2, 16))
-    times, _ = calibrate(model, plan, context=8, sequences=3)
+    times = calibrate(model, plan, context=8, sequences=3).times
     assert [time.rows for time in times] == [1, 2, 16]
     # The plain steps of all, and 1 and 15 rows of drafts beside them.
     assert {3, 4, 18} <= set(rows)
@@ -128,18 +120,18 @@ def test_where_accepted_tokens_run_again_a_step_is_measured_with_them(
 
 def test_a_model_that_verifies_no_drafts_has_plain_steps_only(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(costs, "chain_capability", lambda model: Capability.PLAIN)
-    assert [time.rows for time in calibrate(random_model("llama"), SMALL, context=8)[0]] == [1]
+    assert [time.rows for time in calibrate(random_model("llama"), SMALL, context=8).times] == [1]
 
 
 def test_a_sliding_window_bounds_neither_rows_nor_context():
     model = random_model("gemma3_text", **{**SLIDING_GEMMA_3, "sliding_window": 12})
-    assert [time.rows for time in calibrate(model, SMALL, context=30)[0]] == [1, 2, 4, 16]
+    assert [time.rows for time in calibrate(model, SMALL, context=30).times] == [1, 2, 4, 16]
 
 
 def test_a_model_with_a_head_is_measured_behind_a_filled_context(llama: nn.Module):
     for make_head in (heads.eagle3, heads.dflash):
         model = TrainedHead(make_head(llama)[1], llama).model
-        assert [time.rows for time in calibrate(model, SMALL, context=600)[0]] == [1, 2, 4, 16]
+        assert [time.rows for time in calibrate(model, SMALL, context=600).times] == [1, 2, 4, 16]
 
 
 def test_a_short_context_is_not_outgrown(monkeypatch: pytest.MonkeyPatch):
@@ -173,7 +165,8 @@ def test_a_careful_calibration_measures_as_wide_as_a_short_context_allows(
 
     monkeypatch.setattr(costs.Target, "forward", watching)
     model = random_model("llama", max_position_embeddings=window)
-    times, _ = calibrate(model, replace(CAREFUL, seconds=1e9), context=measured_contexts(model)[0])
+    careful, context = replace(CAREFUL, seconds=1e9), measured_contexts(model)[0]
+    times = calibrate(model, careful, context=context).times
     assert times[-1].rows == widest
     assert longest <= window
 

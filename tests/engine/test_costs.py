@@ -54,7 +54,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     def calibrate(model, plan, *, context, on_progress):
         measured.append(model)
         on_progress(1.0)
-        return TIMES, None
+        return KnownTimes(TIMES, plan.source)
 
     monkeypatch.setattr(measured_costs, "calibrate", calibrate)
     monkeypatch.setattr(measured_costs, "measured_contexts", lambda model: [64])
@@ -77,13 +77,13 @@ def test_a_busy_measurement_is_told_not_kept_and_made_again(
     times: list[KnownTime],
     reason: str,
 ):
-    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: (times, None))
+    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: KnownTimes(times, "quick"))
     costs = costs_for(llama, cache=cache)
     assert costs.curve(2) == pytest.approx(2**0.5)  # what rows usually cost
     (line,) = caplog.messages
     assert re.match(f"step times were measured while the machine was busy.*{reason}", line)
     assert cache.read(cost_key(llama)) == {}
-    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: (TIMES, None))
+    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: KnownTimes(TIMES, "quick"))
     assert costs_for(llama, cache=cache).curve(8) == pytest.approx(2.0)
     assert len(caplog.messages) == 1
     assert list(cache.read(cost_key(llama))) == [64, 8000]
@@ -93,7 +93,7 @@ def test_after_a_busy_measurement_real_steps_tell(
     llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(measured_costs, "measured_contexts", lambda model: [64])
-    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: (BUSY, None))
+    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: KnownTimes(BUSY, "quick"))
     costs = costs_for(llama, cache=cache)
     for _ in range(20):
         for rows in (1, 1, 2, 5, 9):
@@ -112,7 +112,7 @@ def test_kept_times_of_plain_steps_alone_count_where_the_model_verifies_no_draft
     measurements: list[nn.Module],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    cache.update(cost_key(llama), {1024: KnownTimes.now([KnownTime(1, 0.02, 0.1)], "quick")})
+    cache.update(cost_key(llama), {1024: KnownTimes([KnownTime(1, 0.02, 0.1)], "quick")})
     monkeypatch.setattr(measured_costs, "chain_capability", lambda model: Capability.PLAIN)
     costs_for(llama, cache=cache)
     assert measurements == []
@@ -204,7 +204,7 @@ def test_what_shared_steps_have_taught_is_kept_for_each_number_of_sequences(
 
 def test_saving_waits_until_it_is_worth_it(llama: nn.Module, cache: CostCache):
     key, clock = cost_key(llama), Clock()
-    known = KnownTimes.now([KnownTime(1, 0.02, 0.1), KnownTime(8, 0.04, 0.1)], "careful")
+    known = KnownTimes([KnownTime(1, 0.02, 0.1), KnownTime(8, 0.04, 0.1)], "careful")
     costs = KeptCosts(cache, key, {1024: known}, clock)
 
     def kept_cost() -> float:
@@ -235,7 +235,8 @@ def test_a_short_and_a_long_context_are_measured_and_kept(
         contexts.append(context)
         on_progress(1.0)
         long = context == 8000
-        return [TIMES[0], TIMES[-1]] if long else TIMES, long
+        times = [TIMES[0], TIMES[-1]] if long else TIMES
+        return KnownTimes(times, "quick", split=long)
 
     monkeypatch.setattr(measured_costs, "calibrate", calibrate)
     costs_for(llama, cache=cache, on_progress=shares.append)
@@ -261,7 +262,7 @@ def test_a_long_context_that_could_not_be_measured_is_measured_at_the_next_start
 
     def calibrate(model, plan, *, context, on_progress):
         contexts.append(context)
-        return found[context], None
+        return KnownTimes(found[context], "quick")
 
     monkeypatch.setattr(measured_costs, "calibrate", calibrate)
     costs_for(llama, cache=cache)
@@ -287,7 +288,7 @@ def test_a_long_context_that_could_not_be_measured_is_measured_at_the_next_start
 def test_attention_is_split_from_between_the_contexts_that_were_measured(
     llama: nn.Module, cache: CostCache, split: dict[int, bool | None], expected: int | None
 ):
-    known = {context: KnownTimes.now(TIMES, "quick", split=own) for context, own in split.items()}
+    known = {context: KnownTimes(TIMES, "quick", split=own) for context, own in split.items()}
     cache.update(cost_key(llama), known)
     costs_for(llama, cache=cache)
     assert split_from(llama) == expected

@@ -21,11 +21,12 @@ from mlx_lm.models import base, llama, rope_utils
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import mlxspec
+from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine import patches
-from mlxspec.engine.caches import for_steps
 from mlxspec.engine.capability import joint_mode
 from mlxspec.engine.joint import Joint, JointMode
 from mlxspec.engine.patches import forward_at, install
+from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.random_models import random_model
 
@@ -152,9 +153,12 @@ def test_caches_make_the_masks() -> None:
 @pytest.mark.parametrize("name", RECURRENT)
 def test_blocks_read_a_state_that_they_get_as_an_argument_called_cache(name: str) -> None:
     model = ARCHITECTURES[name].model()
-    contexts = [[*map(for_steps, make_prompt_cache(model))] for _ in range(2)]
     rows = [mx.array([3, 1]), mx.array([4])]
-    logits, _ = Joint(model, JointMode.SPLIT).logits(rows, [0, 1, 0], contexts)
+    trees = [DraftTree.chain(3, [1]), DraftTree.chain(4)]
+    targets = [Target(model, Capability.REPLAY, 8) for _ in trees]
+    for target in targets:
+        target.begin_at(0)
+    logits, _ = Joint(model, JointMode.SPLIT).forward([*zip(targets, rows, trees, strict=True)])
     expected = [model(own[None], cache=make_prompt_cache(model))[0] for own in rows]
     assert mx.max(mx.abs(logits - mx.concatenate(expected))).item() < 1e-4, (
         f"{name}'s recurrent blocks no longer read their state from an ArraysCache that they get "

@@ -97,7 +97,7 @@ def test_a_draft_model_s_generation_is_refused_before_anything_is_measured(
 def test_what_a_lent_cache_holds_counts_for_the_costs(loaded: tuple) -> None:
     decoder = mlxspec.AutoDecoder(*loaded)
     times = [KnownTime(1, 0.01, 0.001), KnownTime(16, 0.02, 0.001)]
-    decoder.costs = KeptCosts(CostCache(), CostKey({}, {}), {1024: KnownTimes.now(times, "test")})
+    decoder.costs = KeptCosts(CostCache(), CostKey({}, {}), {1024: KnownTimes(times, "test")})
     moves: list[int] = []
     decoder.costs.move_to = moves.append
     cache = make_prompt_cache(decoder.model)

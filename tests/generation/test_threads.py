@@ -35,7 +35,7 @@ def new_decoder(kind: type, directory: Path) -> mlxspec.Decoder:
     """With costs that allow drafts and learn from each step."""
     decoder = stand_in_decoder(kind)
     curve = {1: 0.001, 16: 0.0012, 64: 0.008}
-    known = KnownTimes.now([KnownTime(*time, 0.05) for time in curve.items()], "quick")
+    known = KnownTimes([KnownTime(*time, 0.05) for time in curve.items()], "quick")
     decoder.costs = KeptCosts(CostCache(directory), CostKey({}, {}), {1024: known})
     return decoder
 

@@ -501,7 +501,6 @@ def test_an_assistant_that_does_not_work() -> None:
 
     assert "hidden_size is 48" in message_of({**GEMMA, "backbone_hidden_size": 48})
     assert "vocab_size is 80" in message_of(with_text(vocab_size=80))
-    assert "global_head_dim is 32" in message_of(with_text(global_head_dim=32))
     masked = {**GEMMA, "use_ordered_embeddings": True}
     head = Gemma4Assistant(masked, GEMMA_TARGET)
     head.masked_embedding.token_ordering = mx.full(VOCABULARY, -1)

@@ -32,7 +32,7 @@ def settings(directory: Path, **config: object) -> None:
 
 def test_the_demo_model_can_be_run():
     found = model_files(DEMO_DIRECTORY)
-    assert (found.trouble, found.architecture, found.weights) == ("", "mistral", "bf16")
+    assert (found.trouble, found.architecture, found.weights) == ("", "mistral", "bfloat16")
     arrays = mx.load(str(DEMO_DIRECTORY / "model.safetensors"))
     assert found.memory_bytes == (1 + ON_CPU) * sum(one.nbytes for one in arrays.values())
     assert found.nbytes == sum(file.stat().st_size for file in DEMO_DIRECTORY.iterdir())
@@ -43,8 +43,8 @@ def test_the_demo_model_can_be_run():
     [
         ({"quantization": {"bits": 4, "group_size": 64}}, {"a": mx.uint32}, "4 bits"),
         ({"quantization": "odd"}, {"a": mx.uint8}, "uint8"),
-        ({}, {"a": mx.float16, "b": mx.float16, "c": mx.float32}, "fp32"),  # most bytes
-        ({}, {"a": mx.float16, "b": mx.float16, "c": mx.float16, "d": mx.float32}, "fp16"),
+        ({}, {"a": mx.float16, "b": mx.float16, "c": mx.float32}, "float32"),  # most bytes
+        ({}, {"a": mx.float16, "b": mx.float16, "c": mx.float16, "d": mx.float32}, "float16"),
     ],
 )
 def test_how_weights_are_written(config: dict, types: dict, told: str, tmp_path: Path):

@@ -425,7 +425,7 @@ def test_who_leaves_while_the_prompt_runs_leaves_its_beginning(
 ) -> None:
     prompt = [1 + stream, *LONG[1:]]
     with braked(narrow.decoder.model) as brake:
-        brake.seconds = 0.01
+        brake.seconds = 0.03
         client = RawClient(narrow, TEXT, {"prompt": prompt, "stream": stream})
         until(lambda: narrow.worker.requests and only_request(narrow).prefilled > 200)
         client.leave()

@@ -130,10 +130,11 @@ def test_a_request_of_claude_code_is_the_chat_that_it_means() -> None:
         },
     )
     request = parse(MessagesBody, FULL_MESSAGES)
-    names = """model max_tokens n stop stream sampling conversation continued tools_shown
+    names = """model max_tokens n stop stream conversation continued tools_shown
         choice parallel_tool_calls template_kwargs constraints param top"""
     for name in names.split():
         assert getattr(request, name) == getattr(chat, name), name
+    assert request.sampling() == chat.sampling()
     assert request.cuts_max_tokens
     assert not chat.cuts_max_tokens
 

@@ -20,7 +20,7 @@ from mlxspec.server.openai import (
     TokenizeBody,
     parse_tokenize,
 )
-from mlxspec.server.requests import ApiBody, sampling_of_choice
+from mlxspec.server.requests import ApiBody
 from tests.support.examples import examples
 from tests.support.hostile import json_values
 
@@ -147,7 +147,7 @@ def test_a_request_without_options_has_the_defaults_of_generate() -> None:
     assert request.conversation == [{"role": "user", "content": "Hello"}]
     assert (request.n, request.max_tokens, request.stop, request.stream) == (1, None, [], False)
     assert (request.top, request.constraints, request.template_kwargs) == (None, {}, {})
-    params = sampling_of_choice(request.sampling)
+    params = request.sampling()
     assert (params.temp, params.top_p, params.top_k, params.seed) == (0.0, 1.0, 0, None)
     assert params.logit_bias is None
     assert params.repetition_penalty is None
@@ -170,7 +170,7 @@ def test_every_option_of_sampling_arrives() -> None:
         "xtc_probability": 0.5,
         "xtc_threshold": 0.2,
     }
-    params = sampling_of_choice(chat(**body).sampling, xtc_special_tokens=[1])
+    params = chat(**body).sampling(xtc_special_tokens=[1])
     assert params.temp == 0.7
     assert params.logit_bias == {5: -100.0, 12: 2.5}
     assert params.xtc_special_tokens == (1,)
@@ -239,7 +239,7 @@ def test_what_the_clients_of_other_servers_send_is_taken() -> None:
         options={},
     )
     assert request.max_tokens == 50
-    assert request.sampling == SamplingParams(seed=None)
+    assert request.sampling() == SamplingParams(seed=None)
     assert request.stop == ["END"]
     assert (request.stream, request.stream_options.include_usage) == (True, False)
     assert chat(max_tokens=-1).max_tokens is None
@@ -251,8 +251,8 @@ def test_what_the_clients_of_other_servers_send_is_taken() -> None:
 
 
 def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None:
-    sampling = chat(seed=2**64 - 1, n=3).sampling
-    assert [sampling_of_choice(sampling, choice).seed for choice in range(3)] == [
+    request = chat(seed=2**64 - 1, n=3)
+    assert [request.sampling(choice).seed for choice in range(3)] == [
         2**64 - 1,
         0,
         1,
@@ -676,7 +676,7 @@ def check_any(parse: Any, body: Any) -> None:
     """A body is read, or refused with an error that can be sent."""
     try:
         request = parse(read_body(json.dumps(body).encode()))
-        sampling_of_choice(request.sampling, request.n - 1)
+        request.sampling(request.n - 1)
     except ApiError as refused:
         error = refused
     else:

@@ -137,10 +137,11 @@ def wrong(**fields: Any) -> str | None:
 def test_a_text_is_a_message_of_the_user() -> None:
     request = asked()
     chat = parse(ChatBody, {"messages": [{"role": "user", "content": "Hello"}]})
-    names = """model max_tokens n stop stream sampling conversation continued tools_shown
+    names = """model max_tokens n stop stream conversation continued tools_shown
         choice parallel_tool_calls template_kwargs constraints top"""
     for name in names.split():
         assert getattr(request, name) == getattr(chat, name), name
+    assert request.sampling() == chat.sampling()
     assert request.store
     items = [{"role": "user", "content": "Hello"}]
     assert asked(input=items).conversation == request.conversation
@@ -191,13 +192,13 @@ def test_what_is_kept_is_the_whole_conversation() -> None:
 def test_options_are_those_of_a_chat() -> None:
     request = parsed(FULL)
     assert request.max_tokens == 9
-    assert (request.sampling.temp, request.sampling.top_p) == (0.5, 0.9)
-    assert request.sampling.seed == 5
+    assert (request.sampling().temp, request.sampling().top_p) == (0.5, 0.9)
+    assert request.sampling().seed == 5
     assert request.top == 2
     assert asked(include=["message.output_text.logprobs"]).top == 0
     assert asked().top is None
     assert asked(extra="?", input="x", top_k=3, stop="y").stop == ["y"]
-    assert asked(input="x", top_k=3).sampling.top_k == 3
+    assert asked(input="x", top_k=3).sampling().top_k == 3
 
 
 def test_null_is_absent() -> None:

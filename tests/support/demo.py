@@ -79,12 +79,12 @@ class GivenCosts(KeptCosts):
         pass
 
     def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> GivenCosts:
-        found = {context: KnownTimes.now(times, "test") for context, times in known.items()}
+        found = {context: KnownTimes(times, "test") for context, times in known.items()}
         return GivenCosts(self._cache, self._key, found)
 
 
 def given_costs(curve: dict[int, float]) -> GivenCosts:
     """Costs of so many rows, relative to those of one row."""
     times = [KnownTime(rows, 0.01 * cost, 0.001) for rows, cost in curve.items()]
-    found = {1024: KnownTimes.now(times, "test")}
+    found = {1024: KnownTimes(times, "test")}
     return GivenCosts(CostCache(Path("nowhere")), CostKey({}, {}), found)

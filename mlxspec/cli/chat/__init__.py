@@ -25,7 +25,7 @@ from ...jsonl import conversation_of, load_json
 from ...models.model_files import find_directory, local_path
 from ...terminal import TokenPrinter, one_line, visible
 from ..common.api_client import RemoteModel
-from ..common.generation import FORMS, Generation
+from ..common.generation import FORMS, Generation, generation_options
 from ..common.model_choice import (
     known_names,
     model_argument,
@@ -34,7 +34,7 @@ from ..common.model_choice import (
     resolved,
 )
 from ..common.notes import in_one_line
-from ..common.options import COUNT, FILE, color_option, command, option, options_of
+from ..common.options import COUNT, FILE, color_option, command, option
 from ..common.output import Figures, counted, error_console, output_console, prefill_bar
 from ..common.prompt import template_option
 from ..memory import Memories
@@ -60,7 +60,7 @@ _output = partial(option, group="Output")
 @_model("--load FILE", "Continue a conversation written by /save.", type=FILE)
 @_model("--server URL", "Chat with a model that 'mlxspec serve' serves at this address.")
 @_model("--max-tokens N", "Generate at most N tokens per answer.", default=2048, type=COUNT)
-@options_of(Generation, "generation", leave_out=FORMS)
+@generation_options(leave_out=FORMS)
 @color_option("Output")
 @_output("--markdown", "At a terminal: render answers as Markdown, without the colours of drafts.")
 @_output("--no-history", "Do not keep typed messages for the next chat.")
@@ -87,9 +87,9 @@ def chat_command(
       mlxspec chat --load rivers.json --markdown
 
     From a pipe, every line is a message. Three double quotes begin and end a message of several
-    lines. A backslash at the end of a line continues the message on the next line.
+    lines.
     """
-    from .terminal import message_reader
+    from .terminal import MarkdownPrinter, message_reader
 
     saved = read_chat(load) if load else None
     console, template = error_console(color), chat_template_config or {}
@@ -105,7 +105,10 @@ def chat_command(
             memories.suggest_once()
         else:
             model = RemoteModel(server, generation, template)
-        chat = Chat(model, generation, console, color, markdown, sys.stdin.isatty())
+        printer: Callable[[], TokenPrinter | MarkdownPrinter] = partial(TokenPrinter, color)
+        if markdown and sys.stdout.isatty():
+            printer = partial(MarkdownPrinter, output_console(color))
+        chat = Chat(model, generation, console, printer, sys.stdin.isatty())
         if chat.interactive:
             chat.say(f"Chatting with {one_line(model.name)}. /help lists commands and keys.")
         if saved:
@@ -122,8 +125,7 @@ class Chat:
         model: the model that answers.
         generation: the options of answers; /retry may override the temperature and the seed.
         console: standard error.
-        color: as for :func:`mlxspec.terminal.wants_color`.
-        markdown: whether answers are rendered as Markdown.
+        printer: makes what writes an answer.
         interactive: show figures, and continue after an error.
         system_prompt: the system prompt, before all messages.
     """
@@ -131,8 +133,7 @@ class Chat:
     model: LocalModel | RemoteModel
     generation: Generation
     console: Console
-    color: bool | None = None
-    markdown: bool = False
+    printer: Callable[[], TokenPrinter | MarkdownPrinter] = TokenPrinter
     interactive: bool = True
     system_prompt: str | None = None
 
@@ -202,7 +203,7 @@ class Chat:
         self.messages.append({"role": "user", "content": message})
         sampled = replace(self.generation.sampling, **sampling)
         asked = replace(self.generation, sampling=sampled)
-        printer, said = self._printer(), ""
+        printer, said = self.printer(), ""
         last: GenerationResponse | None = None
         try:
             tokens = self._fitting_prompt()
@@ -278,13 +279,6 @@ class Chat:
 
     # Output.
 
-    def _printer(self) -> TokenPrinter | MarkdownPrinter:
-        if not (self.markdown and sys.stdout.isatty()):
-            return TokenPrinter(self.color)
-        from .terminal import MarkdownPrinter
-
-        return MarkdownPrinter(output_console(self.color))
-
     def say(self, text: str) -> None:
         """Print a text that is not an answer."""
         self.console.print(visible(text), style="dim", soft_wrap=not self.interactive)
@@ -328,8 +322,7 @@ class Chat:
                 self.messages[-1:] = before
 
     def _undo(self, _: str) -> None:
-        message = shorten(one_line(self.undo()), _GLANCE, placeholder=" …")
-        self.say(f"Took back: {message}")
+        self.say(f"Took back: {shorten(self.undo(), _GLANCE, placeholder=' …')}")
 
     def _reset(self, _: str) -> None:
         self.messages, self._figures = [], Figures()
@@ -355,11 +348,6 @@ class Chat:
 
     def _load(self, file: str) -> None:
         self.restore(*read_chat(local_path(file)))
-
-    def _switch_markdown(self, _: str) -> None:
-        self.markdown = not self.markdown
-        now = "rendered as Markdown from now on" if self.markdown else "plain text again"
-        self.say(f"Answers are {now}.")
 
     def _stats(self, _: str) -> None:
         self.console.print(self._figures.panel(("answers", str(self._figures.answers))))
@@ -407,7 +395,6 @@ COMMANDS: dict[str, tuple[str, Command]] = {
     "/model [NAME]": ("show the model, or switch to another", Chat._model),
     "/save FILE": ("write the conversation as JSON", Chat._save),
     "/load FILE": ("continue a saved conversation", Chat._load),
-    "/markdown": ("turn Markdown rendering on or off", Chat._switch_markdown),
     "/stats": ("show figures of the conversation", Chat._stats),
     "/exit /quit /bye": ("leave, as does Ctrl-D", Chat._exit),
 }
@@ -417,7 +404,7 @@ NAMES = {name: spelling for spelling in COMMANDS for name in re.findall(r"/\w+",
 
 KEYS = (
     ("Enter", "sends the message; pasted lines are one message"),
-    ("Alt-Enter", "a new line; so do Ctrl-J, and \\ at a line's end"),
+    ("Alt-Enter", "a new line; so does Ctrl-J"),
     ("Up, Ctrl-R", "earlier messages; Tab completes commands and files"),
     ("Ctrl-C", "stops an answer, or clears the line; twice leaves"),
 )
@@ -468,6 +455,7 @@ class LocalModel:
         name: the model's name, as the user gave it.
         decoder: the loaded model.
         session: holds the KV cache of the conversation.
+        context_length: in tokens; None if unknown.
 
     Raises:
         MlxspecError: it cannot be loaded, or has no chat template.
@@ -484,13 +472,6 @@ class LocalModel:
         self._use(model_or_default(generation.model))
 
     @property
-    def context_length(self) -> int | None:
-        """The length of the model's context in tokens; None if unknown."""
-        from ...engine.model_sizes import context_length
-
-        return context_length(self.decoder.model)
-
-    @property
     def predicted_cost(self) -> float:
         """The cost of the last answer's steps, in plain steps; 0 if unknown."""
         return self.decoder.predicted_cost
@@ -501,11 +482,9 @@ class LocalModel:
         Raises:
             PromptError: the template fails, for example because it takes no system prompt.
         """
-        from ...models.chat_template import apply_template
+        from ...models.chat_template import conversation_ids
 
-        how = {"add_generation_prompt": True, **self._template_arguments}
-        tokens: list[int] = apply_template(self.decoder.tokenizer, messages, **how)
-        return tokens
+        return conversation_ids(self.decoder.tokenizer, messages, self._template_arguments)
 
     def stream(
         self, generation: Generation, tokens: Sequence[int], on_progress: Progress
@@ -550,6 +529,7 @@ class LocalModel:
 
     def _use(self, name: str) -> None:
         """Load a model; only the first has the head and the adapters of the command line."""
+        from ...engine.model_sizes import context_length
         from ...generation.session import Session
 
         asked = self._first
@@ -563,6 +543,7 @@ class LocalModel:
                 "'mlxspec generate --raw'"
             )
         self.name, self.decoder, self.session = name, decoder, Session()
+        self.context_length = context_length(decoder.model)
 
 
 # --- saved chats ---

@@ -85,8 +85,7 @@ def terminal_reader(
 def read_line() -> str:
     """Read a line as a message.
 
-    Three double quotes begin a message of several lines, which ends with the next three. A
-    backslash at the end of a line continues the message on the next line.
+    Three double quotes begin a message of several lines, which ends with the next three.
 
     Raises:
         PromptError: it is not UTF-8 text.
@@ -100,9 +99,9 @@ def read_line() -> str:
             message += line.decode("utf-8-sig").rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise PromptError("standard input is not UTF-8 text: convert it to UTF-8") from error
-        if not (_is_open(message) or message.endswith("\\")):
+        if not _is_open(message):
             break
-        message = message.removesuffix("\\") + "\n"
+        message += "\n"
     if not (message or line):
         raise EOFError
     return _unquoted(message)
@@ -181,14 +180,10 @@ def _bindings() -> KeyBindings:
 
     @bindings.add("enter", filter=typing)
     def _enter(event: KeyPressEvent) -> None:
-        buffer = event.current_buffer
-        if buffer.document.char_before_cursor == "\\":
-            buffer.delete_before_cursor()
-            buffer.insert_text("\n")
-        elif _is_open(buffer.text):
-            buffer.insert_text("\n")
+        if _is_open(event.current_buffer.text):
+            event.current_buffer.insert_text("\n")
         else:
-            buffer.validate_and_handle()
+            event.current_buffer.validate_and_handle()
 
     @bindings.add("escape", "enter", filter=typing)
     @bindings.add("c-j", filter=typing)

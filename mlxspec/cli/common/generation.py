@@ -6,7 +6,7 @@ all that needs no model. The instance then loads the model and generates with it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -28,9 +28,11 @@ from .options import (
     NAME,
     NO_HEAD,
     NO_MEMORY,
+    Decorator,
+    all_of,
     check_one,
-    nested,
     option_field,
+    options_of,
 )
 from .output import ProgressBar
 from .prompt import read_text
@@ -95,7 +97,6 @@ class DraftingOptions:
         "Draft at most N tokens with --draft-model.",
         default=2,
         type=COUNT,
-        needs=("--draft-model",),
     )
     head: str | None = _auto(*HEAD, type=MODEL)
     no_head: bool = option_field(*NO_HEAD, default=False)
@@ -195,9 +196,9 @@ class Generation:
 
     model: str | None
     max_tokens: int
-    drafting: DraftingOptions = nested(DraftingOptions, "Drafting")
-    sampling: SamplingParams = nested(SamplingParams, "Sampling")
-    caches: CacheOptions = nested(CacheOptions, "Memory")
+    drafting: DraftingOptions
+    sampling: SamplingParams
+    caches: CacheOptions
     stop: tuple[str, ...] = _end("--stop TEXT", "End before TEXT; repeatable.", default=())
     stop_tokens: tuple[int | str, ...] = _end(
         "--stop-token --extra-eos-token TOKEN",
@@ -370,6 +371,16 @@ class Generation:
         if finish_reason == "length" and generated < self.max_tokens:
             length = context_length(model)
             note(f"the model's context of {length:,} tokens is full: the output ends there")
+
+
+def generation_options(leave_out: Collection[str] = ()) -> Decorator:
+    """The options of :class:`Generation`; a command gets it as ``generation``."""
+    return all_of(
+        options_of(DraftingOptions, "drafting", "Drafting"),
+        options_of(SamplingParams, "sampling", "Sampling"),
+        options_of(CacheOptions, "caches", "Memory"),
+        options_of(Generation, "generation", leave_out=leave_out),
+    )
 
 
 def without_first_space(applies: bool) -> Callable[[GenerationResponse], GenerationResponse]:

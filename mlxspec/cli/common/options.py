@@ -6,7 +6,7 @@ command, which then gets an instance of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import Field, field, fields
 from functools import partial, wraps
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from ...errors import MlxspecError, OptionError
 from ..settings import defaults_of
@@ -53,7 +52,6 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         with reported():
-            _check_needs(ctx)
             return super().invoke(ctx)
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -92,29 +90,11 @@ def argument(name: str, help: str, **more: Any) -> Decorator:
 
 
 class Option(click.Option):
-    """An option with a heading, ``group``; it has no effect without one of those it ``needs``."""
+    """An option with a heading, ``group``."""
 
-    def __init__(
-        self, *args: Any, group: str | None = None, needs: Sequence[str] = (), **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, group: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.group, self.needs = group, needs
-
-
-def _check_needs(ctx: click.Context) -> None:
-    """Check that each option of the command line has what it needs.
-
-    Raises:
-        OptionError: an option would have no effect.
-    """
-    values = {name: ctx.params.get(one.name) for one in ctx.command.params for name in one.opts}
-    for one in ctx.command.params:
-        given = ctx.get_parameter_source(one.name) is ParameterSource.COMMANDLINE
-        if given and (needs := getattr(one, "needs", ())) and not any(map(values.get, needs)):
-            raise OptionError(
-                f"{one.opts[0]} has no effect without {' or '.join(needs)}: add it, or leave out "
-                f"{one.opts[0]}"
-            )
+        self.group = group
 
 
 COUNT = click.IntRange(1)
@@ -190,18 +170,13 @@ _TYPES: dict[str, dict[str, Any]] = {
 """What an option takes, by the type of its field; for other types it can be repeated."""
 
 
-def nested(kind: type, group: str) -> Any:
-    """A field that is itself a dataclass of options under a heading, for :func:`options_of`."""
-    return field(metadata={"options": kind, "group": group})
-
-
 def options_of(
     kind: type, argument: str, group: str | None = None, leave_out: Collection[str] = ()
 ) -> Decorator:
     """Give a command an option for each field of a dataclass whose metadata has a ``help``.
 
-    A field without a ``help`` takes the
-    command's option of the same name, if it has one.
+    A field without a ``help`` takes the command's option or argument of the same name, if it has
+    one.
 
     Args:
         kind: the dataclass.
@@ -209,40 +184,33 @@ def options_of(
         group: the heading of these options.
         leave_out: fields that are not options of this command.
     """
-
-    added = [*_options_in(kind, group, leave_out)]
+    own = [one.name for one in fields(kind)]
+    added = [
+        _option_of(one, group)
+        for one in fields(kind)
+        if "help" in one.metadata and one.name not in leave_out
+    ]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def called(**options: Any) -> Any:
-            taken = _taken(kind, options)
+            taken = kind(**{name: options.pop(name) for name in own if name in options})
             return function(**{argument: taken}, **options)
 
-        made: Callable[..., Any] = called
-        for add in reversed(added):
-            made = add(made)
-        return made
+        return all_of(*added)(called)
 
     return decorate
 
 
-def _options_in(kind: type, group: str | None, leave_out: Collection[str]) -> Iterator[Decorator]:
-    for own in fields(kind):
-        if "options" in own.metadata:
-            yield from _options_in(own.metadata["options"], own.metadata["group"], leave_out)
-        elif "help" in own.metadata and own.name not in leave_out:
-            yield _option_of(own, group)
+def all_of(*added: Decorator) -> Decorator:
+    """Several options as one decorator, in the order in which the help shows them."""
 
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for add in reversed(added):
+            function = add(function)
+        return function
 
-def _taken(kind: type, options: dict[str, Any]) -> Any:
-    """Make the dataclass from a command's options, and remove its fields from ``options``."""
-    values = {}
-    for own in fields(kind):
-        if "options" in own.metadata:
-            values[own.name] = _taken(own.metadata["options"], options)
-        elif own.name in options:
-            values[own.name] = options.pop(own.name)
-    return kind(**values)
+    return decorate
 
 
 def _option_of(own: Field, group: str | None) -> Decorator:

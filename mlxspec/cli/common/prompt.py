@@ -48,6 +48,12 @@ def _json_object(text: str) -> Mapping[str, Any]:
     return value
 
 
+def token_ids(text: str) -> list[int]:
+    """Parse token ids with commas or spaces between them."""
+    words = text.replace(",", " ").split() or [text]  # an empty text is no id
+    return [int(word) for word in words]
+
+
 _EXAMPLE = "'{\"enable_thinking\": false}'"
 _TEMPLATE = "Chat template"
 _in_template = partial(option_field, group=_TEMPLATE)
@@ -82,8 +88,8 @@ class PromptOptions:
         "before it.",
         type=NAME,
     )
-    prompt_ids: str | None = option_field(
-        "--prompt-ids IDS", "The prompt as token ids: 1,415,2936."
+    prompt_ids: list[int] | None = option_field(  # noqa: RUF009
+        "--prompt-ids IDS", "The prompt as token ids: 1,415,2936.", type=token_ids
     )
     chat: bool | None = _in_template(
         "--chat/--raw",
@@ -140,7 +146,7 @@ class PromptOptions:
         if given[:2] == ["PROMPT", "--prompt"] or ("--prompt-ids" in given and len(given) > 1):
             raise PromptError(f"{' and '.join(given)} are given together: choose one")
         if self.prompt_ids is not None:
-            return _parse_ids(self.prompt_ids)
+            return self.prompt_ids
         instruction = self.prompt if self.argument is None else self.argument
         parts: list[str] = []
         if self.prompt_file is not None:
@@ -183,15 +189,15 @@ class PromptOptions:
 
         Returns:
             the conversation with the given system prompt, if it lacks one, and with the beginning
-            of the answer, and the arguments for ``apply_chat_template`` of transformers.
+            of the answer, and the arguments for :func:`.chat_template.conversation_ids`.
         """
         if self.system_prompt is not None and all(one["role"] != "system" for one in messages):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         if ended and self.prefill_response:
             messages = [*messages, {"role": "assistant", "content": self.prefill_response}]
             ended = False
-        turn = {"add_generation_prompt": True} if ended else _UNENDED
-        return messages, {**turn, **(self.chat_template_config or {})}
+        how = {} if ended else {"add_generation_prompt": False, "continue_final_message": True}
+        return messages, {**how, **(self.chat_template_config or {})}
 
     def encoded(
         self, prompt: Prompt, tokenizer: TokenizerWrapper, ended: bool = True
@@ -207,9 +213,10 @@ class PromptOptions:
             the ids, and whether the prompt went into the chat template.
 
         Raises:
-            OptionError: a template is required, and the model has none, or it fails.
+            OptionError: a template is required, and the model has none.
+            PromptError: the template fails.
         """
-        from ...models.chat_template import apply_template
+        from ...models.chat_template import conversation_ids
         from ...models.model import encode_prompt
 
         if not self.uses_template(prompt, tokenizer):
@@ -217,14 +224,10 @@ class PromptOptions:
             return ids, False
         messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         messages, how = self.turns(messages, ended)
-        try:
-            return apply_template(tokenizer, messages, **how), True
-        except PromptError as error:
-            raise OptionError(f"{error}: use --raw, or no options of the chat template") from error
+        return conversation_ids(tokenizer, messages, how), True
 
 
 _NEEDS_TEMPLATE = "needs a chat template, which --raw, token ids and some models lack: leave it out"
-_UNENDED = {"add_generation_prompt": False, "continue_final_message": True}
 
 
 def read_text(option: str, file: str) -> str:
@@ -267,13 +270,6 @@ def _begins(pipe: int, waits: bool) -> bool:
         return True
     note("the open pipe is silent: using the prompt alone; --prompt-file - waits for the pipe")
     return False
-
-
-def _parse_ids(ids: str) -> list[int]:
-    words = ids.replace(",", " ").split()
-    if not words or not all(word.isdecimal() for word in words):
-        raise PromptError(f"--prompt-ids is {ids!r}: write token ids, for example 1,415,2936")
-    return [int(word) for word in words]
 
 
 def _text(data: bytes, source: str) -> str:

@@ -97,7 +97,13 @@ class Head(nn.Module):
         super().__init__()
         self.reads = ()
         self.vocabulary: int = settings_of(config)["vocab_size"]
-        check_target(sizes_needed(config), text_of(target_config))
+        target = text_of(target_config)
+        for name, size in sizes_needed(config).items():
+            if size != target.get(name, size):
+                raise LoadError(
+                    f"the head was made for a model whose {name} is {size}, but this model's is "
+                    f"{target[name]}; use a head that was made for this model"
+                )
 
     def bind(
         self, embed: Callable[[mx.array], mx.array], output: Callable[[mx.array], mx.array]
@@ -166,13 +172,3 @@ class Head(nn.Module):
             :meth:`logits` takes, (1, rows, …).
         """
         raise NotImplementedError
-
-
-def check_target(needed: Config, target: Config) -> None:
-    """Raise LoadError unless a target has the sizes that its head needs, as far as both say."""
-    for name, size in needed.items():
-        if size != target.get(name, size):
-            raise LoadError(
-                f"the head was made for a model whose {name} is {size}, but this model's is "
-                f"{target[name]}; use a head that was made for this model"
-            )

@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4_text, llama, qwen3_5, qwen3_next
 from mlx_lm.models.base import create_attention_mask
 
-from . import Config, Head, check_target, settings_of, text_of
+from . import Config, Head, settings_of, text_of
 
 Weights = dict[str, mx.array]
 
@@ -251,8 +251,6 @@ class Gemma4Assistant(Head):
                 "hidden_size_per_layer_input": 0,
             }
         )
-        sizes = {name: getattr(args, name) for name in ("head_dim", "global_head_dim")}
-        check_target(sizes, vars(gemma4_text.ModelArgs.from_dict(text_of(target_config))))
         self.width = config["backbone_hidden_size"]
         self.pre_projection = nn.Linear(2 * self.width, args.hidden_size, bias=False)
         self.post_projection = nn.Linear(args.hidden_size, self.width, bias=False)
