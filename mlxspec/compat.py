@@ -33,7 +33,6 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from .corpus.memory import Memory
 from .engine.draft_model import DraftModelDrafter, check_vocabularies
-from .engine.params import LogitsProcessor, Sampler
 from .engine.target import Progress
 from .errors import OptionError
 from .generation.decoder import AutoDecoder
@@ -217,16 +216,13 @@ def decoder_of(
     """
     size = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
     with _keeping:
-        first = id(model) not in _kept
         made_for, of_size, decoder = _kept.get(id(model), (None, 0, None))
         if decoder is None or made_for is not tokenizer or of_size != size:
-            wrapped = tokenizer
-            if not isinstance(wrapped, TokenizerWrapper):
-                wrapped = TokenizerWrapper(wrapped)
+            known = isinstance(tokenizer, TokenizerWrapper)
+            wrapped = tokenizer if known else TokenizerWrapper(tokenizer)
             decoder = _KeptDecoder(model, wrapped, memory=_memory_of[-1](wrapped))
             _kept[id(model)] = tokenizer, size, decoder
-        if first:
-            weakref.finalize(model, _kept.pop, id(model))
+            weakref.finalize(model, _kept.pop, id(model), None)
     return decoder
 
 
@@ -254,15 +250,11 @@ def batch_generate(
     return_token_ids: bool = False,
     return_logprobs: bool = False,
     *,
-    sampler: Sampler | None = None,
-    logits_processors: list[LogitsProcessor] | None = None,
     completion_batch_size: int = 32,
     prefill_batch_size: int = 8,
-    prefill_step_size: int = 2048,
-    max_kv_size: int | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
     prompt_progress_callback: Progress | None = None,
     stream: Any = None,
+    **options: Unpack[GenerationOptions],
 ) -> BatchResponse:
     """Answer several prompts at once, with speculation.
 
@@ -279,14 +271,12 @@ def batch_generate(
         return_prompt_caches: return caches that hold each prompt and its answer.
         return_token_ids: return the answers' tokens, without the token that ended an answer.
         return_logprobs: return the log-probability of each of these tokens.
-        sampler, logits_processors: as for :func:`mlxspec.stream_generate`.
         completion_batch_size: the most prompts that are answered at once.
         prefill_batch_size, stream: ignored; they do not change the answers.
-        prefill_step_size, max_kv_size: limits on the memory of prefill and cache. Beyond
-            ``max_kv_size`` the first 4 positions are kept, which mlx-lm's batches drop.
-        chat_template_kwargs: as for :meth:`mlxspec.Decoder.decode`, for all prompts.
         prompt_progress_callback: called with the number of tokens done, and the total, over all
             prompts.
+        options: for all prompts, as for :func:`mlxspec.stream_generate`. Beyond ``max_kv_size`` the
+            first 4 positions are kept, which mlx-lm's batches drop.
 
     Raises:
         PromptError, FileError, OptionError: as :func:`mlxspec.stream_generate`, for any
@@ -301,7 +291,8 @@ def batch_generate(
             raise OptionError(f"{name} are {len(values)} for {len(prompts)} prompts: give one each")
     caches = [copy.deepcopy(cache) for cache in given]
     if return_prompt_caches:
-        caches = [cache or make_prompt_cache(model, max_kv_size) for cache in caches]
+        size = options.get("max_kv_size")
+        caches = [cache or make_prompt_cache(model, size) for cache in caches]
     results = [GenerationResult(logprobs=[] if return_logprobs else None) for _ in prompts]
     lengths, done = list[int](), [0] * len(prompts)
 
@@ -313,16 +304,12 @@ def batch_generate(
 
     requests = []
     for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
-        options: GenerationOptions = {
-            "sampler": sampler,
-            "logits_processors": logits_processors,
-            "prefill_step_size": prefill_step_size,
-            "max_kv_size": max_kv_size,
-            "chat_template_kwargs": chat_template_kwargs,
+        own: GenerationOptions = {
+            **options,
             "prompt_cache": caches[index],
             "on_progress": partial(report, index),
         }
-        request = decoder.new_request(prompt, budget, options, receive=results[index].add)
+        request = decoder.new_request(prompt, budget, own, receive=results[index].add)
         requests.append(request)
         lengths.append(len(request.prompt))
     stats = _run(decoder, requests, results, completion_batch_size, verbose)
@@ -360,9 +347,8 @@ def _run(
     )
     stats.decode_time = stats.generation_time
     if verbose:
-        accepted = sum(result.stats.accepted for result in results)
-        drafted = sum(result.stats.drafted for result in results)
-        _show_figures(stats, f"{accepted} of {drafted}", "[batch_generate] ")
+        sums = sum((result.stats for result in results), SpeculationStats())
+        _show_figures(stats, f"{sums.accepted} of {sums.drafted}", "[batch_generate] ")
     for result in results:  # mlx-lm does not return the token that ended an answer
         if result.tokens[-1] in decoder.tokenizer.eos_token_ids:
             result.tokens.pop()

@@ -90,7 +90,9 @@ def test_a_program_sees_what_it_has_set_up_to_see(set_up: bool) -> None:
     arguments = [sys.executable, "-c", WARNS, *(["set up"] if set_up else [])]
     seen = subprocess.run(arguments, capture_output=True, text=True, check=True).stderr
     if set_up:
-        assert seen.startswith("WARNING mlxspec.drafting.kept: step times are not kept in /dev")
+        assert seen.startswith(
+            "WARNING mlxspec.drafting.kept: step times and experience are not kept in /dev"
+        )
     else:
         assert seen == ""
 

@@ -392,57 +392,45 @@ def bench_report(prompts: Sequence[MeasuredPrompt], facts: Report) -> Report:
         facts: what the report says about model, machine and settings.
 
     Returns:
-        ``decoders``, ``categories`` and ``prompts`` hold the figures of each backend over all,
-        over each category, and on each prompt, see :func:`figures`. A speed-up over all is the
-        geometric mean of the categories'. Without the same output there is no speed-up, but an
-        entry in ``differences``. ``exactness`` counts the ``outputs``, one for each prompt and
-        each decoder but plain, and those that ``differ`` from plain decoding's, with the largest
-        margin of where they part. ``rough`` is a sentence that says why the figures are noisy, or
-        None.
+        ``decoders`` and ``categories`` hold the figures of each backend over all and over each
+        category, see :func:`figures`. A speed-up over all is the geometric mean of the
+        categories'. ``exactness`` counts the ``outputs``, one for each prompt and each decoder but
+        plain, and those that ``differ`` from plain decoding's, with the largest margin of where
+        they part. ``wrong`` has a sentence for each difference that is no near tie. ``rough`` is a
+        sentence that says why the figures are noisy, or None.
     """
-    trusted = {
-        name
-        for name in prompts[0].runs
-        if all(one.near_tie for prompt in prompts for one in prompt.differences[name])
-    }
     grouped: dict[str, list[MeasuredPrompt]] = {}
     for prompt in prompts:
         grouped.setdefault(prompt.category, []).append(prompt)
     categories: dict[str, Report] = {
-        category: {"prompts": len(members), "decoders": _by_backend(members, trusted)}
+        category: {"prompts": len(members), "decoders": _by_backend(members)}
         for category, members in grouped.items()
     }
-    over_all = _by_backend(prompts, trusted)
+    over_all = _by_backend(prompts)
     for name, entry in over_all.items():
         for ratio in ("speedup", "vs_mlx_lm"):  # each category has the same weight
             values = [of["decoders"][name][ratio] for of in categories.values()]
             entry[ratio] = None if None in values else geometric_mean(values)
-    differences = list(_differences(prompts))
     return {
         **facts,
         "rough": noise_warning(prompts),
         "decoders": over_all,
         "categories": categories,
-        "exactness": _exactness(prompts, differences),
-        "differences": differences,
-        "prompts": [
-            {"category": one.category, "decoders": _by_backend([one], trusted)} for one in prompts
-        ],
+        "exactness": _exactness(prompts),
+        "wrong": [*_wrong(prompts)],
     }
 
 
-def _by_backend(prompts: Sequence[MeasuredPrompt], trusted: set[str]) -> Report:
-    return {name: figures(prompts, name, trusted) for name in prompts[0].runs}
+def _by_backend(prompts: Sequence[MeasuredPrompt]) -> Report:
+    return {name: figures(prompts, name) for name in prompts[0].runs}
 
 
-def figures(prompts: Sequence[MeasuredPrompt], name: str, trusted: set[str]) -> Report:
+def figures(prompts: Sequence[MeasuredPrompt], name: str) -> Report:
     """Sum up a backend's runs.
 
     Args:
         prompts: at least one.
         name: the backend.
-        trusted: the backends whose outputs are plain decoding's, or differ only at near ties.
-            There is no ratio to or from any other: it wrote other texts.
 
     Returns:
         ``tokens_per_second`` and ``prefill_seconds``: medians over all runs, the prefill not
@@ -450,23 +438,19 @@ def figures(prompts: Sequence[MeasuredPrompt], name: str, trusted: set[str]) -> 
         ``speedup``: the rate against plain decoding: the median of each prompt's ratios, taken
         run by run, and of those the geometric mean. ``vs_mlx_lm``: the same against mlx-lm.
         ``tokens_per_step``, ``rows_per_step``, ``acceptance_rate``: over all steps.
-        ``outputs``: on how many prompts all outputs were ``equal``, differ first at
-        ``near_ties``, or are ``different``.
-        Each is None where it is not known.
+        Each is None where it is not known. There is no ratio if either backend was wrong: it wrote
+        other texts.
     """
     runs = [run for prompt in prompts for run in prompt.runs[name]]
-    stats = [run.stats for run in runs if run.stats]
-    steps = sum(s.steps for s in stats)
-    drafted = sum(s.drafted for s in stats)
+    stats = sum((run.stats for run in runs if run.stats), SpeculationStats())
     return {
         "tokens_per_second": median(run.rate for run in runs),
         "prefill_seconds": median(run.prefill_seconds for run in runs),
-        "speedup": _ratio(prompts, name, PLAIN, trusted),
-        "vs_mlx_lm": _ratio(prompts, name, MLX_LM, trusted),
-        "tokens_per_step": sum(s.emitted for s in stats) / steps if steps else None,
-        "rows_per_step": sum(s.rows for s in stats) / steps if steps else None,
-        "acceptance_rate": sum(s.accepted for s in stats) / drafted if drafted else None,
-        "outputs": _outputs([prompt.differences[name] for prompt in prompts]),
+        "speedup": _ratio(prompts, name, PLAIN),
+        "vs_mlx_lm": _ratio(prompts, name, MLX_LM),
+        "tokens_per_step": stats.tokens_per_step if stats.steps else None,
+        "rows_per_step": stats.rows / stats.steps if stats.steps else None,
+        "acceptance_rate": stats.acceptance_rate if stats.drafted else None,
     }
 
 
@@ -476,19 +460,11 @@ def _ratios(prompt: MeasuredPrompt, name: str, base: str) -> list[float]:
     return [own.rate / other.rate for own, other in pairs]
 
 
-def _ratio(
-    prompts: Sequence[MeasuredPrompt], name: str, base: str, trusted: set[str]
-) -> float | None:
-    if not {name, base} <= trusted:
+def _ratio(prompts: Sequence[MeasuredPrompt], name: str, base: str) -> float | None:
+    compared = (prompt.differences.get(one) for prompt in prompts for one in (name, base))
+    if not all(found is not None and all(one.near_tie for one in found) for found in compared):
         return None
     return geometric_mean(median(_ratios(prompt, name, base)) for prompt in prompts)
-
-
-def _outputs(compared: Sequence[list[Difference]]) -> Report:
-    """How outputs compare with plain decoding's, given the differences on each prompt."""
-    equal = compared.count([])
-    right = sum(all(one.near_tie for one in differences) for differences in compared)
-    return {"equal": equal, "near_ties": right - equal, "different": len(compared) - right}
 
 
 def noise_warning(prompts: Sequence[MeasuredPrompt]) -> str | None:
@@ -500,31 +476,31 @@ def noise_warning(prompts: Sequence[MeasuredPrompt]) -> str | None:
     return f"The figures are rough: the turns of a decoder on a prompt differ by {spread:.0%}."
 
 
-def _differences(prompts: Sequence[MeasuredPrompt]) -> Iterator[Report]:
-    """Every difference between an output and plain decoding's."""
+def _exactness(prompts: Sequence[MeasuredPrompt]) -> Report:
+    by_backend = (item for prompt in prompts for item in prompt.differences.items())
+    found = [differences for name, differences in by_backend if name != PLAIN]
+    margins = (one.margin for differences in found for one in differences)
+    return {
+        "outputs": len(found),
+        "differ": sum(map(bool, found)),
+        "largest_margin": max(filter(math.isfinite, margins), default=None),
+    }
+
+
+def _wrong(prompts: Sequence[MeasuredPrompt]) -> Iterator[str]:
+    """A sentence for each difference that rounding does not explain."""
     for number, prompt in enumerate(prompts, start=1):
         for name, differences in prompt.differences.items():
-            for difference in differences:
-                yield {
-                    "category": prompt.category,
-                    "prompt": number,
-                    "decoder": name,
-                    "token": difference.index,
-                    # JSON has no infinity; None stands for an output that ended early.
-                    "margin": difference.margin if math.isfinite(difference.margin) else None,
-                    "bound": difference.bound,
-                    "near_tie": difference.near_tie,
-                }
-
-
-def _exactness(prompts: Sequence[MeasuredPrompt], differences: Sequence[Report]) -> Report:
-    drafted = [of for of in differences if of["decoder"] != PLAIN]
-    margins = [of["margin"] for of in drafted if of["margin"] is not None]
-    return {
-        "outputs": sum(len(prompt.runs) - 1 for prompt in prompts),
-        "differ": len({(of["prompt"], of["decoder"]) for of in drafted}),
-        "largest_margin": max(margins, default=None),
-    }
+            for of in differences:
+                if of.near_tie:
+                    continue
+                how = "one output ended before the other"
+                if math.isfinite(of.margin):
+                    how = f"the tokens are {of.margin:.2g} apart, rounding explains {of.bound:.2g}"
+                yield (
+                    f"{name} differs from {PLAIN} decoding on prompt {number} "
+                    f"({prompt.category}) at token {of.index}: {how}"
+                )
 
 
 def exactness(report: Report) -> str:
@@ -544,26 +520,9 @@ def exactness(report: Report) -> str:
 
 def verdict(report: Report) -> str:
     """One sentence: which backend is fastest."""
-    speeds = {
-        name: figures["speedup"]
-        for name, figures in report["decoders"].items()
-        if figures["speedup"] is not None
-    }
+    decoders = report["decoders"].items()
+    speeds = {name: of["speedup"] for name, of in decoders if of["speedup"] is not None}
     if len(speeds) < 2:
         return "No speed-up is given: there are no two decoders with the same output."
     best = max(speeds, key=speeds.__getitem__)
     return f"{best} is fastest: {speeds[best]:.2f} times the speed of {PLAIN}."
-
-
-def what_differs(report: Report) -> Iterator[str]:
-    """A line for each output that is wrong."""
-    for of in report["differences"]:
-        if not of["near_tie"]:
-            how = "one output ended before the other"
-            if of["margin"] is not None:
-                margins = f"{of['margin']:.2g} apart, rounding explains {of['bound']:.2g}"
-                how = f"the tokens are {margins}"
-            yield (
-                f"{of['decoder']} differs from {PLAIN} decoding on prompt {of['prompt']} "
-                f"({of['category']}) at token {of['token']}: {how}"
-            )

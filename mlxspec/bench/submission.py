@@ -118,13 +118,9 @@ class Curve(_Part):
     @model_validator(mode="after")
     def _is_a_curve(self) -> Self:
         low, high = COST_PER_ROW
-        if (
-            len(self.rows) != len(self.cost)
-            or len(self.rows) != len(self.error)
-            or self.rows != sorted({1, *self.rows})
-            or self.cost[0] != 1
-            or any(not low <= c <= high * r for r, c in zip(self.rows, self.cost, strict=True))
-        ):
+        points = [*zip(self.rows, self.cost, self.error, strict=True)]
+        bounded = all(low <= cost <= high * rows for rows, cost, _ in points)
+        if self.rows != sorted({1, *self.rows}) or self.cost[0] != 1 or not bounded:
             raise ValueError("rows, cost and error make no cost curve")
         return self
 

@@ -42,6 +42,7 @@ from .common.output import (
     ReportOptions,
     at_terminal,
     counted,
+    figures_table,
     folding_table,
     ratio,
 )
@@ -111,9 +112,9 @@ class BenchOptions:
 def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) -> None:
     """Measure plain decoding, mlx-lm and the drafting decoders on MODEL.
 
-    They take turns on the same prompts in one process. Outputs are compared token by token. If
-    outputs differ by more than near ties, no speed-up is shown and the exit status is 1. With a
-    trained head, auto is also measured without it.
+    They take turns on the same prompts in one process. Outputs are compared token by token. A
+    decoder whose outputs differ by more than near ties gets no speed-up over all, and the exit
+    status is 1. With a trained head, auto is also measured without it.
 
     \b
     Examples:
@@ -130,7 +131,7 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
     the model's name if it is a repository's, and figures.
     Nothing is sent before you submit the issue in your browser.
     """
-    from ..bench.measure import AUTO, BACKENDS, MLX_LM, PLAIN, backends_with, what_differs
+    from ..bench.measure import AUTO, BACKENDS, MLX_LM, PLAIN, backends_with
     from ..bench.prompts import bundled_prompts, chosen, limited, read_prompts
     from ..drafting.drafter import load_drafter
 
@@ -160,10 +161,9 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
         check_writable(file)
     report = _report(model, asked, backends, questions, sampling)
     shows.show_tables(report, lambda: bench_tables(report))
-    wrong = [*what_differs(report)]
-    for line in wrong:
+    for line in report["wrong"]:
         click.echo(f"Error: {one_line(line)}", err=True)
-    if wrong:
+    if report["wrong"]:
         sys.exit(1)
     if asked.submit:
         _submit(file, report)
@@ -216,9 +216,8 @@ def _report(
     }
     if asked.adapter_path is not None:
         about["name"] += f" with adapters {Path(asked.adapter_path).resolve().name}"
-    facts = {"model": about, "machine": machine_facts(), "settings": settings}
-    report = bench_report(measured, facts)
-    return {**report, "curves": curves}
+    facts = {"model": about, "machine": machine_facts(), "settings": settings, "curves": curves}
+    return bench_report(measured, facts)
 
 
 def _submit(file: Path, report: Report) -> None:
@@ -244,6 +243,9 @@ def _submit(file: Path, report: Report) -> None:
 # --- tables ---
 
 
+_FIGURES = ("speedup", "vs_mlx_lm", "tokens_per_step", "rows_per_step", "acceptance_rate")
+
+
 def bench_tables(report: Report) -> Iterator[RenderableType]:
     """Speeds by category and over all, how exact the outputs are, and which decoder is fastest."""
     from ..bench.measure import exactness, verdict
@@ -255,27 +257,11 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
         caption="tokens/s without prefill, and the ratio to plain decoding, turn by turn",
     )
     for category, entry in report["categories"].items():
-        cells = (
-            f"{of['tokens_per_second']:.1f}  "
-            + ("differs" if of["outputs"]["different"] else ratio(of["speedup"]))
-            for of in entry["decoders"].values()
-        )
+        speeds = entry["decoders"].values()
+        cells = (f"{of['tokens_per_second']:.1f}  {ratio(of['speedup'])}" for of in speeds)
         table.add_row(one_line(category), str(entry["prompts"]), *cells)
     yield table
-    table = folding_table(
-        *("all", "vs plain", "vs mlx-lm", "tokens/step", "rows/step", "accepted", "outputs"),
-        caption="geometric means of the categories; outputs are compared with plain's",
-    )
-    for name, of in decoders.items():
-        outputs = (f"{n} {how.replace('_', ' ')}" for how, n in of["outputs"].items() if n)
-        table.add_row(
-            *(name, ratio(of["speedup"]), ratio(of["vs_mlx_lm"])),
-            _formatted(of["tokens_per_step"], ".2f"),
-            _formatted(of["rows_per_step"], ".2f"),
-            _formatted(of["acceptance_rate"], ".0%"),
-            ", ".join(outputs),
-        )
-    yield table
+    yield figures_table("all", decoders, _FIGURES, "speed-ups: geometric means of the categories")
     if skipped := report["settings"].get("prompts_too_long"):
         yield f"{counted(skipped, 'prompt')} left out: longer than the model's context"
     yield exactness(report)
@@ -290,14 +276,9 @@ def _heading(model: Report, machine: Report) -> Iterator[str]:
         f"{model['name']}: {model['parameters']:,} parameters, {model['bits_per_weight']} bits "
         f"each in memory, {model['dtype']}{head}"
     )
-    blas = f", BLAS: {machine['blas']}" if "blas" in machine else ""
-    settings = f", {machine['mlx_settings']}" if "mlx_settings" in machine else ""
-    yield f"{machine['chip']} ({machine['device']}{blas}), {machine['system']}{settings}"
+    facts = ("chip", "device", "blas", "system", "mlx_settings")
+    yield ", ".join(machine[name] for name in facts if name in machine)
     yield (
         f"mlxspec {machine['mlxspec']}, mlx {machine['mlx']}, mlx-lm {machine['mlx_lm']}, "
         f"Python {machine['python']}"
     )
-
-
-def _formatted(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)

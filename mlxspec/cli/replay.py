@@ -21,7 +21,7 @@ from .common.options import (
     option_field,
     options_of,
 )
-from .common.output import ProgressBar, ReportOptions, folding_table, ratio
+from .common.output import ProgressBar, ReportOptions, figures_table, folding_table, ratio
 
 if TYPE_CHECKING:
     from ..bench.policies import ReplayPolicy
@@ -199,11 +199,7 @@ def _tables(
                 sets.add_row(one_line(name), *counts, *speeds)
             yield sets
         names = [name for name, value in first.items() if isinstance(value, float)]
-        columns = (name.replace("_", " ") for name in names)
-        table = folding_table("decoder", *columns, caption=_TOGETHER if several > 1 else _ALONE)
-        for decoder, report in reports.items():
-            table.add_row(decoder, *(f"{report[name]:.3g}" for name in names))
-        yield table
+        yield figures_table("decoder", reports, names, _TOGETHER if several > 1 else _ALONE)
     yield from map(one_line, verdict(comparison))
 
 

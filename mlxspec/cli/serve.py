@@ -69,7 +69,6 @@ if TYPE_CHECKING:
 ALL = "all"
 """The value of ``--models`` for the models that 'mlxspec models' lists."""
 
-_MOST_GRACE = 3600
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -158,7 +157,7 @@ class ServeOptions:
         "--grace SECONDS",
         "The time for running requests to end after Ctrl-C or SIGTERM.",
         default=10.0,
-        type=click.FloatRange(0, _MOST_GRACE),
+        type=click.FloatRange(0, 3600),
     )
     memory: int | None = option_field(
         "--memory SIZE",
@@ -219,15 +218,12 @@ def checked(
         OptionError: a value is wrong, or the server would be open to other machines.
     """
     check_one(quiet=options.quiet, log_json=options.log_json)
-    if options.available and not models:
-        for option, value in (
-            ("--adapter-path", options.adapter_path),
-            ("--head", drafting.head),
-            ("--draft-model", drafting.draft_model),
-            ("--store", drafting.store),
-        ):
-            if value is not None:
-                raise OptionError(f"{option} is for models that are named: name a MODEL")
+    apart = options.adapter_path, drafting.head, drafting.draft_model, drafting.store
+    if options.available and not models and any(value is not None for value in apart):
+        raise OptionError(
+            "--adapter-path, --head, --draft-model and --store are for models that are named: "
+            "name a MODEL"
+        )
     for one in options.available:
         if one != ALL and not local_path(one).is_dir():
             raise OptionError(
@@ -706,10 +702,8 @@ def end_record(request: ServedRequest) -> dict[str, Any]:
     """The log record of an answer that has ended, without its prompt and its text."""
     figures = request.figures()
     record = {"model": figures["model"], "outcome": request.outcome}
-    for name in _LOGGED:
-        value = figures[name]
-        record[name] = round(value, 3) if isinstance(value, float) else value
-    return {**record, "error": request.failure.message if request.failure else None}
+    record |= {name: figures[name] for name in _LOGGED}
+    return record | {"error": request.failure.message if request.failure else None}
 
 
 def _line(record: dict[str, Any]) -> str:

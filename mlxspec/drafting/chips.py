@@ -74,17 +74,14 @@ def known_chip(name: str) -> Chip:
         if _plain(known) == _plain(name):
             curve = CostCurve(zip(chip["rows"], chip["cost"], strict=True))
             return Chip(known, curve, chip["source"], tuple(chip.get("estimated", ())))
-    for other, (first, second) in nearest_chips().items():
+    choice = f"choose one of {', '.join(chip_names())}"
+    for other, nearest in nearest_chips().items():
         if _plain(other) == _plain(name):
-            raise OptionError(
-                f"no cost curve for the chip {name!r}: the nearest known ones are {first} and "
-                f"{second}; on that machine, mlxspec calibrate MODEL --json > curve.json measures "
-                "one for --curve curve.json, and mlxspec bench MODEL --submit sends one for the "
-                "next version"
-            )
+            choice = f"the nearest known ones are {' and '.join(nearest)}"
     raise OptionError(
-        f"no cost curve for the chip {name!r}: choose one of {', '.join(chip_names())}, or "
-        "give a curve of your own with --curve FILE"
+        f"no cost curve for the chip {name!r}: {choice}; on that machine, mlxspec calibrate MODEL "
+        "--json > curve.json measures one for --curve curve.json, and mlxspec bench MODEL "
+        "--submit sends one for the next version"
     )
 
 

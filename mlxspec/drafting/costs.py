@@ -45,13 +45,12 @@ class CostCurve:
         points = list(points)
         rows = [row for row, _ in points]
         costs = [cost for _, cost in points]
-        if points[:1] != [(1, 1)] or rows != sorted(set(rows)):
+        positive = all(0 < cost < math.inf for cost in costs)
+        if points[:1] != [(1, 1)] or rows != sorted(set(rows)) or not positive:
             raise OptionError(
                 f"cost curve with the points {points[:3]}…: give (rows, cost) pairs "
-                "with ascending rows, the first (1, 1)"
+                "with ascending rows and positive costs, the first (1, 1)"
             )
-        if not all(0 < cost < math.inf for cost in costs):
-            raise OptionError("a cost curve's costs are positive numbers")
         self.rows = rows
         self.widest = rows[-1]
         at, known = np.array(rows), np.array([*accumulate(costs, max)])
@@ -184,7 +183,6 @@ class _Rows:
         value: logarithm of what steps have shown these times to lack.
         variance: of ``value``.
         power: what the shared exponent is multiplied by.
-        assumed: whether it was neither measured nor run.
         in_curve: logarithm of its whole correction in the latest curves.
         latest: error of its latest step; None before the first.
         off: how many of its latest steps in a row were far off.
@@ -194,7 +192,6 @@ class _Rows:
     variance: float
     value: float = 0.0
     power: float = 0.0
-    assumed: bool = False
     in_curve: float = 0.0
     latest: float | None = None
     off: int = 0
@@ -230,7 +227,6 @@ class LiveTimes:
 
     Attributes:
         overhead: the sync overhead, a running average.
-        unsaved: steps since they were last saved.
     """
 
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
@@ -263,7 +259,6 @@ class LiveTimes:
         self._noise = min(max(_FIRST_NOISE, plain**2), _MOST_NOISE)
         self._off = 0  # how many of the latest steps in a row were far off
         self.overhead = USUAL_SYNC_OVERHEAD
-        self.unsaved = 0
         self._curves: dict[int, tuple[CostCurve, CostCurve]] = {}
         self._forget_curves()
 
@@ -311,12 +306,10 @@ class LiveTimes:
         expected = math.log(self._time(own, context)) + float(parts @ self._shared) + own.value
         error = math.log(seconds) - expected
         covariance = self._covariance + change
-        doubtful = rows > self._beyond and self._doubt > 0
-        if doubtful:  # this step settles it for all
-            own.variance, self._doubt = own.variance + self._doubt, 0.0
+        doubt = self._doubt if rows > self._beyond else 0.0
         # Rounding may leave a little less than nothing of what is known well.
-        shared_variance = max(float(parts @ covariance @ parts), 0.0)
-        variance = shared_variance + own.variance + self._noise
+        alone = own.variance + doubt + self._noise
+        variance = max(float(parts @ covariance @ parts), 0.0) + alone
         if own.latest is not None:
             self._learn_noise(error - own.latest)
         own.latest = error
@@ -339,15 +332,19 @@ class LiveTimes:
         self._shared = self._shared + gain * shared
         self._covariance = covariance - shared[:, None] * (shared / variance)
         own.value += own.variance * gain
-        own.variance -= own.variance**2 / variance
-        own.assumed = False
+        settled = (own.variance + doubt) / variance  # by this step, of both together
+        own.variance -= own.variance * settled
+        if doubt:
+            for other_rows, other in self._rows.items():
+                if other_rows > self._beyond:
+                    other.value += doubt * gain
+            self._doubt -= doubt * settled
         changes = (abs(self._correction(one) - one.in_curve) for one in self._rows.values())
-        if doubtful or any(change > _NOTICEABLE for change in changes):
+        if doubt > 0 or any(change > _NOTICEABLE for change in changes):
             self._forget_curves()
 
     def ran(self, rows: int) -> None:
         """Count a step, recorded or not: costs of wider ones become doubtful."""
-        self.unsaved += 1
         self._widest_since_doubt = max(self._widest_since_doubt, rows)
         self._steps_since_doubt += 1
         if self._steps_since_doubt < _STEPS_PER_DOUBT:
@@ -358,24 +355,23 @@ class LiveTimes:
         self._steps_since_doubt, self._widest_since_doubt = 0, 1
         self._forget_curves()
 
-    def known(self, stddev: float = 0.0, *, assumed: bool = True) -> dict[int, list[KnownTime]]:
+    def known(self, *, assumed: bool = True) -> dict[int, list[KnownTime]]:
         """What is now known, per measured context length, as times at the machine's usual speed.
 
         Args:
-            stddev: relative uncertainty to add, for use with another number of sequences.
             assumed: whether costs that were neither measured nor run are included.
         """
         exponent = max(self._covariance[2, 2], 0.0)
         found = {}
         for context in self._contexts:
             plain = self._time(self._plain, context)
-            times = [KnownTime(1, plain, math.hypot(self.stddev, stddev))]
+            times = [KnownTime(1, plain, self.stddev)]
             for rows, own in sorted(self._rows.items()):
-                if assumed or not own.assumed:
+                if assumed or rows <= self._measured or own.latest is not None:
                     seconds = self._time(own, context) * math.exp(self._correction(own))
                     # With its doubt, or short processes would believe wrong times for ever.
                     doubt = self._doubt / _OWN_SHARE if rows > self._beyond else 0.0
-                    variance = own.variance + doubt + exponent * own.power**2 + stddev**2
+                    variance = own.variance + doubt + exponent * own.power**2
                     times.append(KnownTime(rows, seconds, math.sqrt(variance)))
             found[context] = times
         return found
@@ -426,7 +422,7 @@ class LiveTimes:
         if rows > self._measured and self._measured < _WIDE:
             last = self._rows.get(self._measured, self._plain)
             variance, power = last.variance + _UNSEEN_VARIANCE, math.log(rows / self._measured)
-            return _Rows(last.times, variance, last.value, power, assumed=True)
+            return _Rows(last.times, variance, last.value, power)
         # The curves' times, without the corrections that all rows share.
         common = math.exp(self._shared[1])
         times = [
@@ -521,7 +517,7 @@ class LiveCosts:
         """
         with self._lock:
             if count not in self._joint:
-                known = _beside(self._live.known(stddev=_OTHER_SEQUENCES), count)
+                known = _beside(self._live.known(), count)
                 self._joint[count] = self._begun_with(known, count)
                 self._joint[count]._live.overhead = self._live.overhead
             return self._joint[count].for_generation()
@@ -619,10 +615,9 @@ class LiveCosts:
             self._plain_steps = 0
         self._live.record(rows, self._context, seconds)
 
-    def changes(self) -> dict[int, list[KnownTime]]:
-        """What was measured or learned, by context length; it then counts as saved."""
+    def known(self) -> dict[int, list[KnownTime]]:
+        """What was measured or learned, by context length."""
         with self._lock:
-            self._live.unsaved = 0
             return self._live.known(assumed=False)
 
 
@@ -642,7 +637,11 @@ def _beside(known: Mapping[int, Sequence[KnownTime]], count: int) -> dict[int, l
         added = count * np.interp(np.array(widths) / count, rows, growth)
         errors = [max(time.uncertainty for time in times if time.rows <= own) for own in widths]
         converted[context] = [
-            KnownTime(own - count + 1, plain * curve(own) + float(more), error)
+            KnownTime(
+                own - count + 1,
+                plain * curve(own) + float(more),
+                math.hypot(error, _OTHER_SEQUENCES),
+            )
             for own, more, error in zip(widths, added, errors, strict=True)
         ]
     return converted

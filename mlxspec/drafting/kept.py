@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Final, Literal, TypeVar, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
 import platformdirs
 from pydantic import AfterValidator, Field, TypeAdapter
@@ -27,8 +28,6 @@ _log = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "MLXSPEC_CACHE_DIR"
 
-_MAX_BYTES = 1 << 20
-
 _File = TypeVar("_File")
 
 
@@ -40,8 +39,6 @@ def cache_directory() -> Path:
 def _read(what: str, path: Path, kind: TypeAdapter[_File]) -> _File | None:
     """The content of a file; None if it is missing or, with a warning, if it cannot be used."""
     try:
-        if path.stat().st_size > _MAX_BYTES or not path.is_file():
-            raise ValueError
         return kind.validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -51,32 +48,33 @@ def _read(what: str, path: Path, kind: TypeAdapter[_File]) -> _File | None:
         return None
 
 
-_warned_of: set[Path] = set()
+@cache
+def _warn_not_kept(directory: Path, reason: str) -> None:
+    """Log that nothing is kept in a directory; once."""
+    _log.warning(
+        "step times and experience are not kept in %s (%s); %s names another place",
+        directory,
+        reason,
+        ENVIRONMENT_VARIABLE,
+    )
 
 
-def _write(what: str, path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
-    """Write a whole file that only the user can read; return whether that worked.
-
-    The first failure in a cache directory is logged.
-    """
+def _write(path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
+    """Write a whole file that only the user can read; return whether that worked."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replaced(path) as file:
             file.write(kind.dump_json(content))
     except (OSError, MlxspecError) as error:
-        if path.parent.parent not in _warned_of:
-            _warned_of.add(path.parent.parent)
-            failure = error if isinstance(error, OSError) else error.__cause__
-            reason = getattr(failure, "strerror", None) or error
-            place = path.parent, reason, ENVIRONMENT_VARIABLE
-            _log.warning("%s are not kept in %s (%s); %s names another place", what, *place)
+        failure = error if isinstance(error, OSError) else error.__cause__
+        _warn_not_kept(path.parent.parent, getattr(failure, "strerror", None) or str(error))
         return False
     return True
 
 
 Source = Literal["steps", "quick", "careful"]  # the best one last
 Identity = dict[str, str | int | float | None]
-_STEP_TIMES_VERSION: Final = 2
+_STEP_TIMES_VERSION = 2
 
 
 def _sorted(times: list[KnownTime]) -> list[KnownTime]:
@@ -152,8 +150,6 @@ class _StepTimes:
     machine: Identity
     model: Identity
     contexts: dict[Annotated[int, Field(ge=0, lt=1 << 60)], KnownTimes]
-    format: Literal["mlxspec step times"] = "mlxspec step times"
-    version: Literal[2] = _STEP_TIMES_VERSION
 
 
 _STEP_TIMES = TypeAdapter(_StepTimes)
@@ -195,14 +191,13 @@ class CostCache:
             if context not in kept or kept[context].rank <= known.rank:
                 kept[context] = known
         content = _StepTimes(key.machine, key.model, dict(sorted(kept.items())))
-        _write("step times", self.directory / key.file_name, _STEP_TIMES, content)
+        _write(self.directory / key.file_name, _STEP_TIMES, content)
 
 
-_EXPERIENCE_VERSION: Final = 3
+_EXPERIENCE_VERSION = 3
 _KIND_TOKENS = 32
 _MOST_KINDS = 16
 _MOST_FILES = 64
-_MOST_WEIGHT = 30.0
 _SECONDS_BETWEEN_SAVES = 30.0
 
 
@@ -232,10 +227,8 @@ class _Weights:
 
     weights: dict[
         Annotated[int, Field(ge=0, lt=TOKEN_FEATURES)],
-        Annotated[float, Field(strict=True, ge=-_MOST_WEIGHT, le=_MOST_WEIGHT)],
+        Annotated[float, Field(strict=True, allow_inf_nan=False)],
     ]
-    format: Literal["mlxspec experience"] = "mlxspec experience"
-    version: Literal[3] = _EXPERIENCE_VERSION
 
 
 _WEIGHTS = TypeAdapter(_Weights)
@@ -297,11 +290,11 @@ class Experience:
         if self._has_file and not self._path.exists():  # the user has removed it
             self.corrections, self._kinds = Corrections(), {}
         weights = {
-            feature: round(min(max(weight, -_MOST_WEIGHT), _MOST_WEIGHT), 4)
+            feature: round(weight, 4)
             for feature, weight in [*self.corrections.items()]  # other threads may be learning
             if feature < TOKEN_FEATURES
         }
-        self._has_file = _write("corrections", self._path, _WEIGHTS, _Weights(weights))
+        self._has_file = _write(self._path, _WEIGHTS, _Weights(weights))
         for path in kept_experience()[:-_MOST_FILES] if self._has_file else ():
             path.unlink(missing_ok=True)
 

@@ -177,8 +177,7 @@ def measure(
         elif rows in samples and _predicted(samples, rows) <= left:
             samples[rows].append(drafted(rows))
         if on_progress:
-            by_count = (done + 1) / (plan.rounds * len(widths))
-            on_progress(min(1.0, max(by_count, (clock() - started) / plan.seconds)))
+            on_progress((done + 1) / (plan.rounds * len(widths)))
     spread = max(samples[1]) / max(min(samples[1]), STEP_SECONDS[0]) - 1
     times = [_summary(rows, samples[rows], spread) for rows in sorted(samples)]
     least = plan.least_uncertainty

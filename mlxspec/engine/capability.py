@@ -172,28 +172,27 @@ def _most_rounding(found: mx.array) -> mx.array:
 
 
 class _ShiftedCache(ConcatenateKVCache):
-    """A cache that claims to hold ``base`` more positions than it does.
+    """A cache whose offset may be greater than the number of its entries.
 
     It allows trials at long contexts without the memory for them.
     """
 
-    base = 0
+    offset: int
     rows: TreeRows | None = None
 
-    @property
-    def offset(self) -> int:
-        return self.base + self.held
-
-    @offset.setter
-    def offset(self, held: int) -> None:
-        self.held = held
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        offset = self.offset + keys.shape[2]
+        found = super().update_and_fetch(keys, values)
+        self.offset = offset
+        return found
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str | None:
+        held = 0 if self.keys is None else self.keys.shape[2]
         if self.rows is not None:
-            return self.rows.mask(self.held, window_size)
-        return create_attention_mask(N, self.held, return_array, window_size)
+            return self.rows.mask(held, window_size)
+        return create_attention_mask(N, held, return_array, window_size)
 
 
 def _trial_caches(model: nn.Module) -> list[Any]:
@@ -223,11 +222,10 @@ def _context(model: nn.Module, length: int, prefix: tuple[int, ...] = _PREFIX) -
     before, sparse = length - len(prefix), sparse_crossing(model)
     fill = sparse is not None and abs(sparse - length) <= _ROWS
     for part in parts(caches):
-        if isinstance(part, _ShiftedCache) and not fill:
-            part.base += before
-        elif isinstance(part, _ShiftedCache) and part.keys is not None:
-            part.keys, part.values = _filled(part.keys, before), _filled(part.values, before)
-            part.offset = length
+        if isinstance(part, _ShiftedCache):
+            part.offset += before
+            if fill and part.keys is not None:
+                part.keys, part.values = _filled(part.keys, before), _filled(part.values, before)
     return caches
 
 

@@ -272,19 +272,9 @@ _FILLABLE = KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache
 
 
 def _can_be_filled(model: nn.Module) -> bool:
-    """Whether :func:`_fill` knows all of a model's caches."""
+    """Whether :func:`_repeat` knows all of a model's caches."""
     caches = parts(make_prompt_cache(model))
     return not hasattr(model, "leader") and all(type(cache) in _FILLABLE for cache in caches)
-
-
-def _fill(target: Target, length: int) -> None:
-    """Fill the caches up to a length with copies of what they hold.
-
-    The time of attention does not depend on the keys, and a prompt of that length would take long.
-    """
-    missing = length - target.length
-    _repeat(target.cache, target.length, missing)
-    target.begin_at(length)
 
 
 def _repeat(caches: abc.Sequence[Any], length: int, count: int) -> None:
@@ -327,7 +317,10 @@ class ModelSteps:
             with mx.stream(generation_stream):
                 target.prefill(drafter.tokens(seed))
                 if context - 1 > seed:
-                    _fill(target, context - 1)
+                    # The time of attention does not depend on the keys, and a prompt of that length
+                    # would take long.
+                    _repeat(target.cache, seed, context - 1 - seed)
+                    target.begin_at(context - 1)
             sequence = Sequence(
                 target,
                 drafter.tokens(1),
@@ -421,7 +414,6 @@ class _RandomChains(Drafter):
 
 # --- keeping ---
 
-_STEPS_WORTH_SAVING = 32
 _SECONDS_BETWEEN_SAVES = 30.0
 _BUSY = 0.4  # relative uncertainty of a time that was measured on a busy machine
 
@@ -525,11 +517,10 @@ class KeptCosts(LiveCosts):
         return KeptCosts(self._cache, key, self._cache.read(key) or begun, self._clock)
 
     def end(self) -> None:
-        """Save what was learned after a generation, if there is enough and the last save is not
-        recent."""
-        if self._live.unsaved < _STEPS_WORTH_SAVING or self._clock() < self._next_save:
+        """Save what was learned after a generation, if the last save is not recent."""
+        if self._clock() < self._next_save:
             return
         self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
-        changes = self.changes().items()
-        corrected = {context: self._found[context].corrected(times) for context, times in changes}
+        known = self.known().items()
+        corrected = {context: self._found[context].corrected(times) for context, times in known}
         self._cache.update(self._key, corrected)

@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..corpus.suffix_index import common_length
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
 from ..errors import OptionError
 from .capability import capability_with
@@ -67,7 +68,7 @@ class DraftModelDrafter(Drafter):
         # Lazy: all tokens are read at once, after the last forward was dispatched.
         drafted: list[mx.array] = []
         if count > 0:
-            rows = mx.array(self._unseen())
+            rows = mx.array(self._readable(self._context[self._target.length :]))
             for place in range(count):
                 rows = self._next_token(rows, place)
                 drafted.append(rows)
@@ -75,12 +76,7 @@ class DraftModelDrafter(Drafter):
         return DraftTree.chain(self._context[-1], self._draft, "draft model")
 
     def observe(self, step: VerifiedStep) -> None:
-        right = 0
-        while right < min(len(self._draft), len(step.tokens)) and (
-            self._draft[right] == step.tokens[right]
-        ):
-            right += 1
-        right += len(self._context)
+        right = len(self._context) + common_length(self._draft, [*step.tokens])
         self._context += step.tokens
         kept = min(right, len(self._context) - 1)  # the last token runs in the next step
         with mx.stream(generation_stream):
@@ -88,10 +84,6 @@ class DraftModelDrafter(Drafter):
 
     def end(self) -> None:
         self._attached = None  # frees the target's caches
-
-    def _unseen(self) -> list[int]:
-        """The context's tokens that the draft model has not seen, at least the last one."""
-        return self._readable(self._context[self._target.length :])
 
     def _readable(self, tokens: Sequence[int]) -> list[int]:
         """The tokens, with 0 for ids in the target's padding that the draft model lacks."""

@@ -148,12 +148,8 @@ class Joint:
         target.use(seated)
         self._seated.append(target)
 
-    def leave(self, target: Target, keep: bool = True) -> None:
-        """Remove a target.
-
-        Args:
-            keep: give it caches of its own again; otherwise it can no longer be used.
-        """
+    def leave(self, target: Target) -> None:
+        """Remove a target, and give it caches of its own again."""
         if target not in self._seated:
             return
         slot, last = self._seated.index(target), self._seated.pop()
@@ -162,11 +158,10 @@ class Joint:
         lengths, kept = [other.length for other in self._seated], []
         # One layer after the other, so that only one is in memory twice.
         for cache, moving in zip(target.cache, last.cache, strict=True):
-            if keep:
-                own = TreeKVCache()
-                own.update_and_fetch(*cache.keys_and_values())
-                mx.eval(own.state)  # before the slot is reused
-                kept.append(own)
+            own = TreeKVCache()
+            own.update_and_fetch(*cache.keys_and_values())
+            mx.eval(own.state)  # before the slot is reused
+            kept.append(own)
             if last is not target:
                 moving.move(slot)
             if not lengths or moving.slots.capacity > self._most(lengths):

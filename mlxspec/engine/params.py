@@ -29,8 +29,6 @@ Sampler = Callable[["mx.array"], "mx.array"]
 
 _Function = TypeVar("_Function", bound="Callable[..., mx.array]")
 
-_COLDEST = 1e-30  # logit differences divided by this stay within float32
-
 
 def pure(function: _Function) -> _Function:
     """Declare that a logits processor or a sampler depends on its arguments alone.
@@ -150,8 +148,6 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check(self)
-        if 0 < self.temp < _COLDEST:
-            raise OptionError(f"temp is {self.temp}: choose 0, or {_COLDEST} or more")
         for token, bias in (self.logit_bias or {}).items():
             if not isinstance(bias, float | SupportsFloat) or not float(bias) < math.inf:
                 raise OptionError(f"logit_bias of token {token} is {bias}: choose a number")

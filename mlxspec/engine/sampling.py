@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .grammar import Grammar
     from .target import Target
 
+_COLDEST = 1e-30  # logit differences divided by this stay within float32
 _LONGEST = 2**31 - 1  # tokens; MLX cannot index further back
 
 Perturb = Callable[[mx.array, Sequence[int]], mx.array]
@@ -160,7 +161,7 @@ class Chooser:
             return logprobs
         kept = self._filtered(logprobs, positions).astype(mx.float32)
         # Relative to the best token, so at low temperatures only other tokens can overflow.
-        tempered = (kept - kept.max(axis=-1, keepdims=True)) * (1 / self.params.temp)
+        tempered = (kept - kept.max(axis=-1, keepdims=True)) / max(self.params.temp, _COLDEST)
         size = logprobs.shape[-1]
         return tempered + _by_position(
             self._noise_word, positions, lambda key: mx.random.gumbel((size,), key=key)
@@ -237,11 +238,6 @@ def _restored_mlx_state() -> Iterator[None]:
 def _by_position(
     word: int, positions: Sequence[int], draw: Callable[[mx.array], mx.array]
 ) -> mx.array:
-    """Stack ``draw(key)`` for each position; rows with the same position share a draw."""
-    distinct = sorted(set(positions))
-    keys = mx.array([[word, position] for position in distinct], dtype=mx.uint32)
-    drawn = mx.vmap(draw)(keys)
-    if distinct == list(positions):
-        return drawn
-    rank = {position: index for index, position in enumerate(distinct)}
-    return drawn[mx.array([rank[position] for position in positions])]
+    """Stack ``draw(key)`` for each position; rows with the same position draw the same."""
+    keys = mx.array([[word, position] for position in positions], dtype=mx.uint32)
+    return mx.vmap(draw)(keys)

@@ -157,10 +157,8 @@ class Sequence:
         """
         self._started = time.perf_counter() - self._uncounted
         max_depth = self.max_depth
-        if plan is None:
-            proposed = self.drafter.propose(max_depth)
-        else:
-            proposed = cast("Planner", self.drafter).draft(plan)
+        planner = cast("Planner", self.drafter)
+        proposed = planner.draft(plan) if plan else self.drafter.propose(max_depth)
         tree = self._fitting(proposed, max_depth)
         on_gpu = mx.default_device().type == mx.gpu
         self._drafting = 0.0 if on_gpu else time.perf_counter() - self._started
@@ -195,11 +193,11 @@ class Sequence:
         assert self.ahead
         if self.ahead.logits is not None:
             with mx.stream(generation_stream):
-                self.choose(self.ahead, (self.target, mx.array([self.last]), self.tree))
+                self.choose(self.ahead, self.tree)
                 mx.async_eval(self.ahead.arrays)
         self.forward, self.ahead = self.ahead, None
 
-    def choose(self, forward: Forward, rows: JointRows, unknown: bool = False) -> None:
+    def choose(self, forward: Forward, tree: DraftTree, unknown: mx.array | None = None) -> None:
         """Choose the target's token after each row of a forward, lazily.
 
         The tokens that a constraint allows after a row depend on the row's token. While that is
@@ -207,18 +205,17 @@ class Sequence:
 
         Args:
             forward: this sequence's.
-            rows: the rows of the forward.
-            unknown: whether the token of its single row has not been read yet.
+            tree: its rows.
+            unknown: the token of its single row, (1,), if that has not been read yet.
         """
         grammar = self.chooser.grammar
-        if forward.logits is None or (grammar and unknown):
+        if forward.logits is None or (grammar and unknown is not None):
             return
-        _, tokens, tree = rows
-        following = self.length + unknown
+        following = self.length + (unknown is not None)
         choices, logprobs = self.chooser.choose(
             forward.logits,
             [following + depth for depth in tree.depths],
-            self.chooser.contexts(tree, tokens if unknown else None),
+            self.chooser.contexts(tree, unknown),
             grammar.masks(tree) if grammar else None,
         )
         forward.set_choices(choices, logprobs, self.chooser.greedy)
@@ -410,14 +407,14 @@ def dispatch(
     rows = {sequence: sequence.rows(ahead) for sequence in sequences}
     n_rows = sum(len(tree) for _, _, tree in rows.values())
     with mx.stream(generation_stream):
-        spans: abc.Sequence[slice | None] = [None]
+        spans = [slice(None)]
         if joint and len(rows) > 1:
             logits, spans = joint.forward([*rows.values()])
         else:
             ((target, tokens, tree),) = rows.values()
             logits = target.forward(tokens, tree)
         forwards = {
-            sequence: Forward(logits if span is None else logits[span], n_rows, len(rows), ahead)
+            sequence: Forward(logits[span], n_rows, len(rows), ahead)
             for sequence, span in zip(rows, spans, strict=True)
         }
         if any(sequence.chooser.grammar for sequence in rows):
@@ -426,7 +423,9 @@ def dispatch(
             choices, logprobs = sequences[0].chooser.choose(logits, ())
             for forward, span in zip(forwards.values(), spans, strict=True):
                 forward.set_choices(choices[span], logprobs[span], greedy=True)
-        chosen = each(lambda s: s.choose(forwards[s], rows[s], ahead), rows)
+        chosen = each(
+            lambda s: s.choose(forwards[s], rows[s][2], rows[s][1] if ahead else None), rows
+        )
     # Evaluate everything that outlives the step, since only this thread can read lazy arrays. The
     # choices do not depend on all caches, such as a recurrent layer's last state or the keys of a
     # sparse layer's index.
@@ -507,14 +506,10 @@ class Batch:
         if self._joint:
             self._joint.join(sequence.target)
 
-    def leave(self, sequence: Sequence, keep: bool = True) -> None:
-        """Remove a sequence, before it is closed.
-
-        Args:
-            keep: whether the content of its target's caches is still needed.
-        """
+    def leave(self, sequence: Sequence) -> None:
+        """Remove a sequence, before it is closed."""
         if self._joint:
-            self._joint.leave(sequence.target, keep)
+            self._joint.leave(sequence.target)
         for costs in self._costs_of.values():
             self._planned(costs.end)
 

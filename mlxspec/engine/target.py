@@ -395,16 +395,14 @@ class Target:
         self,
         tokens: Sequence[int],
         on_progress: Progress | None = None,
-        as_mlx_lm: bool = False,
     ) -> None:
         """Put prompt tokens into the caches, ``prefill_step_size`` of the options at a time.
 
         Args:
             tokens: of the prompt.
             on_progress: called before each chunk, and at the end.
-            as_mlx_lm: as for :meth:`prefill_in_chunks`.
         """
-        for done in self.prefill_in_chunks(tokens, as_mlx_lm=as_mlx_lm):
+        for done in self.prefill_in_chunks(tokens):
             if on_progress:
                 on_progress(done, len(tokens))
 

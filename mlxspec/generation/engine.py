@@ -54,8 +54,6 @@ class Engine:
         prefill_seconds: the time that prompts have taken so far.
         stall: as given.
         steps: how many steps have run so far; a shared step counts once.
-        step_seconds: the wall time of the last step.
-        step_shape: the rows and the sequences of its forward.
     """
 
     def __init__(
@@ -78,8 +76,7 @@ class Engine:
         self._spare = spare
         self.prefill_seconds = 0.0
         self.steps = 0
-        self.step_seconds = 0.0
-        self.step_shape = 1, 1
+        self._step_seconds = 0.0
         self._prefill_speed = 0.0  # tokens per second
         self._deadline = math.inf  # when this turn's prompts must stop
         self._waiting: deque[Request] = deque()
@@ -223,7 +220,7 @@ class Engine:
         self.steps += 1
         started = time.perf_counter()
         outcomes = self._batch.step(sequences)
-        self.step_seconds = time.perf_counter() - started
+        self._step_seconds = time.perf_counter() - started
         for request, sequence, outcome in zip(requests, sequences, outcomes, strict=True):
             if isinstance(outcome, VerifiedStep):
                 yield from self._respond(request, sequence, outcome)
@@ -232,12 +229,11 @@ class Engine:
 
     def _respond(self, request: Request, sequence: Sequence, step: VerifiedStep) -> Iterator[None]:
         """Hand out the responses of a request's step."""
-        self.step_shape = step.rows, step.sequences
         try:
             # Other load slows plain steps too, so their time is estimated from this step's.
             cost = self._batch.cost(sequence, step)
-            plain_seconds = self.step_seconds * len(step.tokens) / cost if cost else None
-            request.on_step(step, self.step_seconds, plain_seconds)
+            plain_seconds = self._step_seconds * len(step.tokens) / cost if cost else None
+            request.on_step(step, self._step_seconds, plain_seconds)
             for response in request.responses_of(step):
                 if response.finish_reason:
                     self._end(request, last=response)
@@ -268,8 +264,7 @@ class Engine:
                 if request.prefill:
                     ending.callback(request.prefill.close)
                 if request.sequence:
-                    keeps = request.lease is not None
-                    ending.callback(self._batch.leave, request.sequence, keep=keeps)
+                    ending.callback(self._batch.leave, request.sequence)
         except Exception as failure:
             request.error = request.error or failure
         try:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
@@ -37,6 +37,10 @@ class SpeculationStats:
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
+
+    def __add__(self, other: SpeculationStats) -> SpeculationStats:
+        """The sums of both."""
+        return SpeculationStats(*map(operator.add, vars(self).values(), vars(other).values()))
 
     @property
     def tokens_per_step(self) -> float:
@@ -175,7 +179,7 @@ class GenerationResult:
         stats = self.stats
         parts = zip(self.from_draft, self.segments, strict=False)
         text = ""
-        for drafted, run in groupby(parts, itemgetter(0)):
+        for drafted, run in groupby(parts, operator.itemgetter(0)):
             segment = "".join(text for _, text in run)
             text += _marked(segment) if drafted else escape(segment)
         figures = (

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route
 
 from .. import __version__
 from ..engine.grammar import Grammar, Vocabulary
@@ -27,7 +27,7 @@ from ..errors import OptionError, printable
 from ..generation.options import GenerationOptions
 from ..generation.request import State
 from .answer import FAILED, ApiAnswer, answered, is_answered
-from .auth import AuthMiddleware, OnRefusal, body_of
+from .auth import AuthMiddleware, body_of
 from .body import ApiError, error_response, new_request_id, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
 from .messages import MessagesAnswer, MessagesBody, messages_headers
@@ -65,14 +65,15 @@ def create_app(
     keys: Sequence[str] = (),
     strict_model_names: bool = False,
     keep_alive: float = 10.0,
-    on_refusal: OnRefusal = lambda path, error: None,
+    on_refusal: Callable[[str, ApiError], object] = lambda path, error: None,
 ) -> Starlette:
     """The ASGI application.
 
     Args:
         catalog: the models that requests may name, with the worker that runs them.
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
-        hosts, keys, on_refusal: as for :class:`mlxspec.server.auth.AuthMiddleware`.
+        hosts, keys: as for :class:`mlxspec.server.auth.AuthMiddleware`.
+        on_refusal: called with the path and the error of each refused request.
         strict_model_names: whether a model that is not served is an error, even if only one model
             is served.
         keep_alive: seconds without data after which a stream sends a keep-alive.
@@ -85,12 +86,16 @@ def create_app(
         return error_response(refusal, request.url.path)
 
     endpoints = Endpoints(catalog, max_tokens, keep_alive, strict_model_names)
-    return Starlette(
+    guarded = Mount(
+        "",
         routes=[*endpoints.routes(), *_status_routes(catalog)],
         middleware=[
-            Middleware(AuthMiddleware, hosts=hosts, keys=keys, on_refusal=on_refusal),
+            Middleware(AuthMiddleware, hosts=hosts, keys=keys),
             Middleware(keeping_models),
         ],
+    )
+    return Starlette(
+        routes=[guarded],
         lifespan=catalog.watching,
         exception_handlers={
             ApiError: refused,

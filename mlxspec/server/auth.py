@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .body import ApiError, error_response, shown
+from .body import ApiError, shown
 
 MOST_BYTES = 32 * 2**20
 """The most bytes of a request's body."""
@@ -37,9 +37,6 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-OnRefusal = Callable[[str, ApiError], object]
-
-
 class AuthMiddleware:
     """ASGI middleware: refuses requests that are not meant for this server, or have no key.
 
@@ -47,7 +44,6 @@ class AuthMiddleware:
         app: receives the accepted requests.
         hosts: the names of this server that requests may use, without port; None for any.
         keys: the accepted API keys; if empty, requests need no key.
-        on_refusal: called with the path and the error of each refused request.
     """
 
     def __init__(
@@ -55,24 +51,13 @@ class AuthMiddleware:
         app: ASGIApp,
         hosts: Collection[str] | None = None,
         keys: Sequence[str] = (),
-        on_refusal: OnRefusal = lambda path, error: None,
     ) -> None:
         self._app = app
-        self._on_refusal = on_refusal
         self._hosts = None if hosts is None else {host.lower() for host in hosts}
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        try:
-            scope.setdefault("state", {})["partition"] = self._checked(scope)
-        except ApiError as error:
-            self._on_refusal(scope["path"], error)
-            response = error_response(error, scope["path"])
-            await response(scope, receive, send)
-            return
+        Request(scope).state.partition = self._checked(scope)
         await self._app(scope, receive, send)
 
     def _checked(self, scope: Scope) -> str:

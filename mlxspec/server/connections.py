@@ -19,7 +19,6 @@ _MOST = 1024  # connections; further requests get 503
 _FILES = 2 * _MOST  # that the process may open, if it may say so itself
 _LAST = 1.0  # seconds for requests to notice that their connections were closed
 _LOOK = 1  # seconds between two looks for clients that are silent
-_QUIET = 60.0  # seconds before a message is logged again
 
 
 class HttpServer(uvicorn.Server):
@@ -59,7 +58,7 @@ class HttpServer(uvicorn.Server):
         self._patience = patience
         self._waits: dict[tuple[object, ...], float] = {}
         self._on_exit = on_exit
-        logging.getLogger("uvicorn.error").addFilter(_seldom)
+        logging.getLogger("uvicorn.error").addFilter(_is_fault)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
         if soft != resource.RLIM_INFINITY and soft < most:  # 256 on a Mac
@@ -101,16 +100,6 @@ class HttpServer(uvicorn.Server):
             await asyncio.wait({*state.tasks}, timeout=_LAST)
 
 
-_next_time: dict[str, float] = {}
-"""When each message may be logged again."""
-
-
-def _seldom(record: logging.LogRecord) -> bool:
-    """Filter the log: pass a message once a minute, and tracebacks but of cancelled requests."""
-    if record.exc_info:
-        return not isinstance(record.exc_info[1], asyncio.CancelledError)
-    now, message = time.monotonic(), str(record.msg)
-    if now < _next_time.get(message, 0.0):
-        return False
-    _next_time[message] = now + _QUIET
-    return True
+def _is_fault(record: logging.LogRecord) -> bool:
+    """Filter the log: leave out the tracebacks of cancelled requests."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))

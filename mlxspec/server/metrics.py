@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter as Count
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -14,9 +13,6 @@ from prometheus_client.metrics import MetricWrapperBase
 from ..drafting.drafter import VerifiedStep
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_STEP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1)
-_ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-_SEQUENCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 _HISTORY = 300  # seconds
 _FIGURES = ("generated", "steps", "forwards", "seconds", "plain_seconds")
@@ -35,9 +31,9 @@ class Metrics:
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(f"mlxspec_{name}", help, labels, registry=self.registry)
 
-        def histogram(name: str, help: str, buckets: Sequence[float]) -> Histogram:
+        def histogram(name: str, help: str) -> Histogram:
             name = f"mlxspec_{name}"
-            return Histogram(name, help, buckets=buckets, registry=self.registry)
+            return Histogram(name, help, buckets=_SECONDS, registry=self.registry)
 
         self._ended = counter("generations", "Generations that have ended.", "outcome")
         self._prompt = counter("prompt_tokens", "Prompt tokens, including cached ones.")
@@ -45,11 +41,8 @@ class Metrics:
         self._generated = counter("generated_tokens", "Generated tokens.")
         self._drafted = counter("drafted_tokens", "Draft tokens verified.", "source")
         self._accepted = counter("accepted_tokens", "Draft tokens accepted.", "source")
-        self._first = histogram("first_token_seconds", "Time to the first token.", _SECONDS)
-        self._seconds = histogram("generation_seconds", "Time to the last token.", _SECONDS)
-        self._between = histogram("step_seconds", "Wall time of steps.", _STEP_SECONDS)
-        self._rows = histogram("step_rows", "Rows per forward, of all sequences.", _ROWS)
-        self._together = histogram("step_sequences", "Sequences per forward.", _SEQUENCES)
+        self._first = histogram("first_token_seconds", "Time to the first token.")
+        self._seconds = histogram("generation_seconds", "Time to the last token.")
         self._began = int(time.perf_counter())
         self._sums: deque[tuple[int, Count[str]]] = deque(maxlen=_HISTORY + 1)
         """Of the last seconds, the present one included, in which something happened."""
@@ -105,7 +98,8 @@ class Metrics:
                 unknown.
         """
         self._generated.inc(len(step.tokens))
-        self._sum(generated=len(step.tokens), steps=1)
+        # Each sequence adds its share of the forward.
+        self._sum(generated=len(step.tokens), steps=1, forwards=1 / step.sequences)
         if plain_seconds is not None:
             self._sum(seconds=seconds, plain_seconds=plain_seconds)
         origins = step.tree.node_origins
@@ -115,13 +109,6 @@ class Metrics:
             self._drafted.labels(source).inc(count)
         for source, count in accepted.items():
             self._accepted.labels(source).inc(count)
-
-    def add_forward(self, seconds: float, rows: int, sequences: int) -> None:
-        """Record one forward: its time, its rows, and how many sequences shared it."""
-        self._between.observe(seconds)
-        self._rows.observe(rows)
-        self._together.observe(sequences)
-        self._sum(forwards=1)
 
     def add_end(self, outcome: str, seconds: float | None = None) -> None:
         """Record that a generation has ended after ``seconds``, or was refused."""

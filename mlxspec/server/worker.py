@@ -164,7 +164,7 @@ class ServedRequest(Request):
     def figures(self) -> dict[str, Any]:
         """The request's state and figures, as JSON."""
         plain, seconds = self.plain_seconds, self.decode_seconds
-        return {
+        figures = {
             "number": self.number,
             "model": self.served.name,
             "state": self.outcome or self.state,
@@ -179,6 +179,7 @@ class ServedRequest(Request):
             "gain": plain / seconds if plain and seconds else None,
             "seconds": time.perf_counter() - self.asked,
         }
+        return {k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items()}
 
     def start(self) -> None:
         make_room = partial(self.stream.worker.memory.reserve, self, self.need)
@@ -318,14 +319,6 @@ class ModelQueue(Engine):
         )
         self.served = served
         self._worker = worker
-
-    def turn(self, hurried: bool = False) -> bool:
-        """As :meth:`Engine.turn`; its step is measured."""
-        steps = self.steps
-        busy = super().turn(hurried)
-        if self.steps > steps:
-            self._worker.metrics.add_forward(self.step_seconds, *self.step_shape)
-        return busy
 
     def next_waiting(self) -> Request | None:
         """The next waiting request, if it fits into memory beside those that run.
@@ -510,7 +503,4 @@ class Worker(EngineThread):
         self.recent.append(request.figures() | {"ended": now})
         self.requests.remove(request)
         self.metrics.add_end(request.outcome, now - request.asked)
-        try:
-            self.on_end(request)
-        except Exception:  # such as a log that nobody reads
-            _log.exception("the end of a generation could not be recorded")
+        self.on_end(request)

@@ -83,7 +83,7 @@ def test_nothing_in_it_names_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"blas": "librosebud.so.0", "mlx": "0.32.5.dev1+rosebud"}
     report = bench(**machine_facts() | own)
     report["model"]["name"] = "rosebud-finetune"
-    report["prompts"][0]["category"] = "rosebud"
+    report["wrong"] = ["rosebud"]
     report["more"] = {"rosebud": "rosebud"}
     found = BenchReport.of(report)
     assert "rosebud" not in found.text() + issue_url(found)

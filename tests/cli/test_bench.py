@@ -35,7 +35,7 @@ def test_the_table_names_machine_versions_categories_and_decoders(
 ) -> None:
     result = bench(endless, "--prompts", prompts, *QUICK)
     assert result.exit_code == 0, result.stderr
-    for name in (*BACKENDS, "say", "go on", "mlx ", "Python", "2 equal", "float32"):
+    for name in (*BACKENDS, "say", "go on", "mlx ", "Python", "float32"):
         assert name in result.stdout
     compared = 2 * (len(BACKENDS) - 1)
     same = f"{compared} of {compared} outputs are identical to plain decoding's, in float32."
@@ -51,10 +51,9 @@ def test_json_has_the_figures_and_neither_prompts_nor_paths(endless: Path, promp
     assert report["model"]["name"] == "endless"
     assert list(report["decoders"]) == ["plain", "prompt-lookup"]
     assert report["decoders"]["prompt-lookup"]["speedup"] > 0
-    assert report["decoders"]["prompt-lookup"]["outputs"]["equal"] == 2
     assert report["exactness"]["outputs"] == 2
     assert report["exactness"]["differ"] == 0
-    assert [prompt["category"] for prompt in report["prompts"]] == ["say", "go on"]
+    assert list(report["categories"]) == ["say", "go on"]
     for secret in ("one two", str(prompts), "my_prompts", str(endless)):
         assert secret not in result.stdout
 
@@ -94,7 +93,6 @@ def test_a_wrong_output_is_told_and_gets_no_speedup(
     ]
     row = next(line for line in result.stdout.splitlines() if line.startswith(" liar"))
     assert "×" not in row
-    assert "2 different" in row
 
 
 def test_at_a_temperature_mlx_lm_is_left_out(endless: Path, prompts: Path) -> None:
@@ -158,14 +156,14 @@ def test_a_drafter_of_ones_own_takes_part_alone_and_with_auto(endless: Path, pro
     own = ("--decoder", "prompt-lookup", "--drafter", "mlxspec:PromptLookupDrafter")
     result = bench(endless, "--prompts", prompts, *QUICK, *own, "--json")
     assert result.exit_code == 0, result.stderr
-    decoders = json.loads(result.stdout)["decoders"]
-    assert list(decoders) == [
+    report = json.loads(result.stdout)
+    assert list(report["decoders"]) == [
         "plain",
         "prompt-lookup",
         "PromptLookupDrafter",
         "auto+PromptLookupDrafter",
     ]
-    assert all(figures["outputs"]["different"] == 0 for figures in decoders.values())
+    assert (report["wrong"], report["exactness"]["outputs"]) == ([], 6)
 
 
 @pytest.mark.slow

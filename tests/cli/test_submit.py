@@ -13,6 +13,7 @@ from mlxspec.bench.measure import BACKENDS
 from mlxspec.bench.prompts import BenchPrompt, message
 from mlxspec.bench.submission import read
 from mlxspec.cli.bench import bench_command
+from mlxspec.drafting.kept import KnownTimes
 from mlxspec.engine import costs
 from mlxspec.errors import FileError
 from tests.cli.test_bench import liar
@@ -38,7 +39,7 @@ def at_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def times(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What the machine measures; a list so that a test can change it."""
     given = [TIMES]
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: (given[0], None))
+    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: KnownTimes(given[0], "careful"))
     monkeypatch.setattr(costs, "measured_contexts", lambda model, sequences=1: [64])
     return given  # type: ignore[return-value]
 

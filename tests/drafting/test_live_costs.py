@@ -107,7 +107,7 @@ def test_a_wrong_growth_is_corrected_where_steps_run_and_elsewhere(wrong: float)
             assert costs.curve(rows) == pytest.approx(
                 behind(context, rows) / behind(context, 1), rel=error
             )
-    again = LiveCosts(costs.changes())  # what is kept for the next process says the same
+    again = LiveCosts(costs.known())  # what is kept for the next process says the same
     again.move_to(16_000)
     assert again.curve(12) == pytest.approx(costs_at(costs, 16_000), rel=0.05)
 
@@ -241,7 +241,7 @@ def test_threads_may_record_and_read_at_once():
             rows = chance.choice((1, 1, 2, 3, 5, 9, 17))
             own.record(rows, 0.01 * (1 + rows / 8) * chance.uniform(0.5, 2), rows == 1)
             assert own.curve(64) >= own.curve(2) > 0
-            own.changes()
+            own.known()
 
     at_once(*[lambda seed=seed: generate(seed) for seed in range(4)])
 
@@ -333,7 +333,7 @@ def test_no_times_make_an_estimate_that_fails(
             check_makes_sense(costs)
         costs.move_to(context)
         check_makes_sense(costs)
-        again = LiveCosts(costs.changes())
+        again = LiveCosts(costs.known())
         check_makes_sense(again.for_sequences(2))
     for count in counts:  # with what the steps of one have taught
         check_makes_sense(alone.for_sequences(count))

@@ -256,7 +256,7 @@ def test_members_with_many_rows_stand_behind_those_in_slots_whatever_their_numbe
         expected = pairs[seat][1].forward(*row[1:])
         assert mx.max(mx.abs(finite(logits[span]) - finite(expected))).item() < 1e-4
     for together, _ in pairs:
-        joint.leave(together, keep=False)
+        joint.leave(together)
 
 
 @pytest.mark.nightly(keep=1)

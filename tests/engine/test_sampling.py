@@ -178,7 +178,7 @@ def test_seeds_and_positions_give_independent_noise() -> None:
     assert len(set(choices)) > 28  # of 32 draws from 1000
 
 
-@pytest.mark.parametrize("temp", [1e-30, 1e-7])
+@pytest.mark.parametrize("temp", [1e-300, 1e-30, 1e-7])
 def test_a_low_temperature_is_as_good_as_greedy(temp: float) -> None:
     logits = mx.random.normal((20, 50), key=mx.random.key(1))
     choices, _ = Chooser(SamplingParams(temp=temp, seed=1)).choose(logits, range(20))

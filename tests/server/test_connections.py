@@ -75,16 +75,6 @@ def test_who_does_not_send_or_read_is_left_and_others_stay(monkeypatch: pytest.M
             assert reader.recv(1 << 16)
 
 
-def test_a_message_is_logged_once_a_minute(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connections, "_next_time", {})  # of messages of the last minute
-    HttpServer(answer_long)
-    for _ in range(100):
-        logging.getLogger("uvicorn.error").warning("Exceeded concurrency limit.")
-    assert caplog.messages == ["Exceeded concurrency limit."]
-
-
 def test_only_faults_have_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
     HttpServer(answer_long)
     log = logging.getLogger("uvicorn.error")

@@ -8,7 +8,7 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -649,20 +649,6 @@ def test_a_fault_in_the_last_token_is_told(
     answer = post(server, TEXT, {"prompt": "Once upon", "max_tokens": 1, "logprobs": 2})
     assert answer.status_code == 500
     assert "out of order" in error_of(answer)["message"]
-
-
-def test_a_log_that_cannot_be_written_stops_nothing(
-    narrow: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(requests: Sequence[ServedRequest]) -> None:
-        raise BrokenPipeError
-
-    monkeypatch.setattr(narrow.worker, "on_end", broken)
-    prompt = [1, *range(500, 560)]
-    for cached in (0, len(prompt) - 1):
-        answer = post(narrow, TEXT, {"prompt": prompt, "max_tokens": 4}).json()
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
-    assert not narrow.worker.requests
 
 
 def check_answers_together(server: Running, brake: Brake) -> None:

@@ -6,8 +6,8 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -240,6 +240,26 @@ def ratio(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}×"
 
 
+def figures_table(
+    heading: str, reports: Mapping[str, Mapping[str, Any]], names: Iterable[str], caption: str
+) -> Table:
+    """A table of reports, with a row for each and a column for each of the named figures.
+
+    Args:
+        heading: what the reports are of.
+        reports: figures by name, of which those that are unknown are None.
+        names: the figures to show.
+        caption: a text below the table.
+    """
+    columns = [*names]
+    headings = (name.replace("_", " ") for name in columns)
+    table = folding_table(heading, *headings, caption=caption)
+    for of, report in reports.items():
+        values = (report[name] for name in columns)
+        table.add_row(of, *("–" if value is None else f"{value:.3g}" for value in values))
+    return table
+
+
 def counted(number: int, thing: str) -> str:
     """Format a number of things: "1 file", "2,000 files"."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
@@ -301,10 +321,7 @@ class Figures:
             self.seconds += generated / answer.generation_tps
         self.plain_cost += answer.stats.emitted if cost else 0.0
         self.cost += cost
-        sums = {
-            name: value + getattr(self.stats, name, 0) for name, value in vars(answer.stats).items()
-        }
-        self.stats = replace(answer.stats, **sums)
+        self.stats = self.stats + answer.stats if self.stats else answer.stats
 
     def panel(
         self,
