@@ -148,8 +148,9 @@ def accepted_by_origin(steps: Sequence[RecordedStep]) -> str:
     """How many drafted tokens of each origin were accepted."""
     drafted, accepted = Counter[str](), Counter[str]()
     for step in steps:
-        drafted.update(step.origins[1:])
-        accepted.update(step.origins[node] for node in step.verified.accepted)
+        origins = step.verified.tree.node_origins
+        drafted.update(origins[1:])
+        accepted.update(origins[node] for node in step.verified.accepted)
     return ", ".join(f"{origin} {accepted[origin]} of {n}" for origin, n in drafted.most_common())
 
 
@@ -243,8 +244,9 @@ def _tree(step: RecordedStep, text_of: TextOf) -> Tree:
             return text
         if fates[last] != "accepted":
             text.append(f" → {_piece(verified.choices[last], text_of)}", "dim")
-        origins = list(dict.fromkeys(step.origins[node] for node in run))
-        if origins != [step.origins[parents[first]]]:
+        of_nodes = verified.tree.node_origins
+        origins = list(dict.fromkeys(of_nodes[node] for node in run))
+        if origins != [of_nodes[parents[first]]]:
             text.append(f" ({', '.join(origins)})", "italic dim")
         return text
 

@@ -19,6 +19,7 @@ from .torch_file import read_torch_file
 _SPLIT_BY_ROWS = {"wq", "wk", "wv", "w1", "w3", "output"}
 _SPLIT_BY_COLUMNS = {"wo", "w2"}
 
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _MODULES = {
     "tok_embeddings": "model.embed_tokens",
     "norm": "model.norm",
@@ -63,6 +64,10 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
     try:
         shapes = _write_weights(directory, params, scratch)
         config = config_from_params(params, shapes)
+        if _OUTPUT in shapes:  # in small Llamas it repeats the embedding
+            files = [(name, _file(scratch, name)) for name in (_OUTPUT, _EMBEDDING)]
+            output, embedding = (check_weights_file(file)[name] for name, file in files)
+            config["tie_word_embeddings"] = bool(mx.array_equal(output, embedding))
     except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise LoadError(f"{directory}: a setting or tensor is missing or wrong: {error}") from error
     (scratch / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -90,10 +95,14 @@ def _write_weights(
         array = _join(original, [piece for _, piece in pieces], params["dim"])
         if original.endswith(("attention.wq.weight", "attention.wk.weight")):
             array = half_split_rows(array, _head_dim(params))
-        mx.save_safetensors(str(scratch / f"model-{name}.safetensors"), {name: array})
+        mx.save_safetensors(str(_file(scratch, name)), {name: array})
         shapes[name] = array.shape
         del pieces, array  # so that they are not held while the next ones are read
     return shapes
+
+
+def _file(scratch: Path, name: str) -> Path:
+    return scratch / f"model-{name}.safetensors"
 
 
 def _shards(directory: Path) -> list[Iterator[tuple[str, mx.array]]]:
@@ -187,8 +196,8 @@ def config_from_params(
         "head_dim": _head_dim(given),
         "rms_norm_eps": given["norm_eps"],
         "rope_theta": given.get("rope_theta", 10000.0),
-        "vocab_size": shapes["model.embed_tokens.weight"][0],
-        "tie_word_embeddings": "lm_head.weight" not in shapes,
+        "vocab_size": shapes[_EMBEDDING][0],
+        "tie_word_embeddings": _OUTPUT not in shapes,
     }
     if "sliding_window" in given:
         config["sliding_window"] = given["sliding_window"]

@@ -37,14 +37,18 @@ from .answers import (
     TokenizerIdentity,
     identify,
 )
-from .suffix_array import (
+from .suffix_index import (
+    EXCERPT_TOKENS,
     MAX_VOCABULARY,
+    SEPARATOR,
+    Excerpts,
     SuffixArray,
+    SuffixIndex,
     encode_texts,
+    excerpts,
     merged_order,
     write_index,
 )
-from .suffix_index import EXCERPT_TOKENS, SEPARATOR, Excerpts, SuffixIndex, excerpts
 
 _log = logging.getLogger(__name__)
 

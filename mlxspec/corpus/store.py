@@ -14,13 +14,16 @@ from ..errors import FileError, printable
 from ..files import check_writable, replaced
 from ..jsonl import conversation_of, json_lines
 from .answers import TokenizerIdentity, identify
-from .suffix_array import (
+from .suffix_index import (
+    EXCERPT_TOKENS,
+    SEPARATOR,
     TOKEN_BYTES,
+    Excerpts,
     SuffixArray,
     encode_texts,
+    excerpts,
     write_index,
 )
-from .suffix_index import EXCERPT_TOKENS, SEPARATOR, Excerpts, excerpts
 
 MAX_TOKENS = 50_000_000
 """The most tokens of a store; texts beyond them are not read. Building takes 90 bytes a token."""

@@ -32,7 +32,7 @@ class DraftTree:
         parents: the index of each node's parent; -1 for the root.
         p_reached: per node but the root, the probability that it is accepted, at most its
             parent's; empty if unknown.
-        origins: per node but the root, a word for its origin; empty if unknown.
+        origins: per node but the root, a word for its origin; by default "draft".
 
     Raises:
         TypeError: a token or a parent is not an integer.
@@ -50,14 +50,13 @@ class DraftTree:
         object.__setattr__(self, "tokens", tuple(map(index, self.tokens)))
         object.__setattr__(self, "parents", tuple(map(index, self.parents)))
         object.__setattr__(self, "p_reached", tuple(map(float, self.p_reached)))
-        object.__setattr__(self, "origins", tuple(self.origins))
-        if not self.tokens or len(self.tokens) != len(self.parents):
-            raise ValueError("a draft tree needs one parent per token and at least the root")
-        if self.parents[0] != -1:
-            raise ValueError("node 0 of a draft tree is its root, whose parent is -1")
+        drafted = len(self.tokens) - 1
+        object.__setattr__(self, "origins", tuple(self.origins) or ("draft",) * drafted)
+        if self.parents[:1] != (-1,) or len(self.parents) != len(self.tokens):
+            raise ValueError("a draft tree needs one parent per token, and -1 for node 0, its root")
         if any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
             raise ValueError("in a draft tree parents come before their children")
-        if {len(self.p_reached), len(self.origins)} - {0, len(self) - 1}:
+        if len(self.origins) != drafted or len(self.p_reached) not in (0, drafted):
             raise ValueError("a draft tree needs one probability and one origin per drafted token")
         p_parent = (1.0, *self.p_reached)
         for probability, parent in zip(self.p_reached, self.parents[1:], strict=False):
@@ -65,11 +64,11 @@ class DraftTree:
                 raise ValueError("in a draft tree probabilities lie between 0 and the parent's")
 
     @classmethod
-    def chain(cls, root: int, draft: Iterable[int] = (), origin: str | None = None) -> DraftTree:
+    def chain(cls, root: int, draft: Iterable[int] = (), origin: str = "draft") -> DraftTree:
         """A tree with ``draft`` as its only branch; if that is empty, the root alone."""
-        tokens = (index(root), *draft)
-        origins = () if origin is None else (origin,) * (len(tokens) - 1)
-        return cls(tokens, tuple(range(-1, len(tokens) - 1)), origins=origins)
+        tokens = (root, *draft)
+        parents, origins = tuple(range(-1, len(tokens) - 1)), (origin,) * (len(tokens) - 1)
+        return cls(tokens, parents, origins=origins)
 
     @classmethod
     def from_branches(cls, root: int, branches: Iterable[Sequence[int]]) -> DraftTree:
@@ -93,8 +92,8 @@ class DraftTree:
 
     @property
     def node_origins(self) -> tuple[str, ...]:
-        """Per node, its origin: "root" for the root, "draft" if unknown."""
-        return "root", *(self.origins or ["draft"] * (len(self) - 1))
+        """Per node, its origin: "root" for the root."""
+        return "root", *self.origins
 
     @cached_property
     def is_chain(self) -> bool:
@@ -214,7 +213,7 @@ class DraftTree:
             [self.tokens[node] for node in nodes],
             [number[self.parents[node]] for node in nodes],
             [self.p_reached[node - 1] for node in nodes[1:]] if self.p_reached else (),
-            [self.origins[node - 1] for node in nodes[1:]] if self.origins else (),
+            [self.origins[node - 1] for node in nodes[1:]],
         )
 
 
@@ -410,7 +409,7 @@ class TreeBuilder:
         return self._children.get((parent, token))
 
     def child(
-        self, parent: int, token: int, p_reached: float | None = None, origin: str | None = None
+        self, parent: int, token: int, p_reached: float | None = None, origin: str = "draft"
     ) -> int:
         """The child of a node with this token, added if missing."""
         node = self._children.get((parent, token))
@@ -418,24 +417,20 @@ class TreeBuilder:
             node = self._children[parent, token] = len(self.tokens)
             self.tokens.append(token)
             self.parents.append(parent)
+            self.origins.append(origin)
             if p_reached is not None:
                 self.p_reached.append(p_reached)
-            if origin is not None:
-                self.origins.append(origin)
         return node
 
-    def add_branch(self, tokens: Iterable[int], origin: str | None = None) -> None:
+    def add_branch(self, tokens: Iterable[int], origin: str = "draft") -> None:
         """Add a continuation of the root; common prefixes share nodes."""
         node = 0
         for token in tokens:
             node = self.child(node, token, origin=origin)
 
     def tree(self) -> DraftTree:
-        """The tree so far; it has probabilities and origins if all nodes have them."""
-        drafted = len(self.tokens) - 1
-        p_reached = self.p_reached if len(self.p_reached) == drafted else ()
-        origins = self.origins if len(self.origins) == drafted else ()
-        return DraftTree._of(self.tokens, self.parents, p_reached, origins)
+        """The tree so far."""
+        return DraftTree._of(self.tokens, self.parents, self.p_reached, self.origins)
 
 
 def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
@@ -475,15 +470,14 @@ def merge(trees: Sequence[DraftTree]) -> DraftTree:
     earlier trees leave.
 
     Returns:
-        a tree that begins with the first tree's nodes. It has origins and probabilities if all
-        trees have them.
+        a tree that begins with the first tree's nodes. It has probabilities if all trees have.
     """
     merged = TreeBuilder(trees[0].tokens[0])
     p_reached, below = [1.0], [0.0]  # per node, and the sum over its children
     for tree in trees:
         own = (1.0, *(tree.p_reached or (0.0,) * (len(tree) - 1)))
         nodes = [0]
-        for node, origin in enumerate(tree.origins or [None] * (len(tree) - 1), start=1):
+        for node, origin in enumerate(tree.origins, start=1):
             parent = tree.parents[node]
             above = nodes[parent]
             place = merged.child(above, tree.tokens[node], origin=origin)

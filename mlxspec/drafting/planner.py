@@ -19,13 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .costs import CostCurve, Costs
-from .drafter import (
-    Drafter,
-    DraftTree,
-    Limits,
-    VerifiedStep,
-    united,
-)
+from .drafter import Drafter, DraftTree, Limits, VerifiedStep, united
 from .heads import HeadSource
 from .kept import Experience
 from .sources import DrafterSource, forced_chain
@@ -447,13 +441,8 @@ class Planner(Drafter):
         else:  # as corrected by this step, since the plan's costs were optimistic
             cost = costs.curve(len(step.tree))
         cost += plan.head
-        self.policy.settle(
-            step,
-            cost,
-            gain=plan.gain,
-            probing=costs.wants_plain_steps,
-            charge=charge,
-        )
+        probing = costs.wants_plain_steps
+        self.policy.settle(step, cost, gain=plan.gain, probing=probing, charge=charge)
         for source in self._sources:
             source.observe(step)
         if self.head:

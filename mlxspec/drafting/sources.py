@@ -7,8 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from ..errors import OptionError
 from .drafter import (
@@ -47,7 +47,7 @@ class PromptLookupDrafter(Drafter):
 
     def __init__(self, n_draft: int = 10, ngram_max: int = 3, ngram_min: int = 1) -> None:
         if n_draft < 1:
-            raise OptionError(f"n_draft is {n_draft}: draft at least 1 token")
+            raise OptionError(f"n_draft is {n_draft}: draft 1 token or more, or 0 for none")
         if not 1 <= ngram_min <= ngram_max <= _LONGEST_NGRAM:
             raise OptionError(
                 f"ngram_min is {ngram_min} and ngram_max {ngram_max}: "
@@ -244,8 +244,7 @@ class CombinedDrafter(Drafter):
         needless = self.second.is_fallback and len(first) > 1
         second = self.second.propose(0 if needless else max_depth)
         self._parts = first, second
-        self._merged = merge([replace(t, origins=t.node_origins[1:]) for t in self._parts])
-        return self._merged
+        return merge(self._parts)
 
     def observe(self, step: VerifiedStep) -> None:
         first, second = self._parts
@@ -292,18 +291,15 @@ def forced_chain(last: int, forced: Sequence[int]) -> DraftTree:
     return replace(DraftTree.chain(last, forced, GRAMMAR), p_reached=p_reached)
 
 
-@dataclass(frozen=True)
-class RecordedStep:
-    """A step, and its drafter's remarks on the tree.
+class RecordedStep(NamedTuple):
+    """A step, and why its drafter drafted nothing.
 
     Attributes:
         verified: the step.
-        origins: per node of the verified tree, its origin; the root's is "root".
         no_draft: why nothing was drafted, in a clause; empty with a draft.
     """
 
     verified: VerifiedStep
-    origins: tuple[str, ...]
     no_draft: str = ""
 
 
@@ -333,8 +329,8 @@ class RecordingDrafter(Drafter):
     def propose(self, max_depth: int) -> DraftTree:
         tree = self._drafter.propose(max_depth)
         self._no_draft = self._drafter.no_draft() if max_depth > 0 else "the output ends here"
-        self._proposed = replace(tree, origins=tree.node_origins[1:])
-        return self._proposed
+        self._proposed = tree
+        return tree
 
     def observe(self, step: VerifiedStep) -> None:
         if step.drafted:
@@ -345,7 +341,7 @@ class RecordingDrafter(Drafter):
                 if step.pipelined
                 else "the output's form or its end leaves the proposed draft no room"
             )
-        self._steps.append(RecordedStep(step, step.tree.node_origins, self._no_draft))
+        self._steps.append(RecordedStep(step, self._no_draft))
         self._drafter.observe(step)
 
     def end(self) -> None:

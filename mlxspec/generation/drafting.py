@@ -18,7 +18,6 @@ from ..drafting.lookahead import LookaheadDrafter
 from ..drafting.planner import Planner, trees_pay
 from ..drafting.sources import CombinedDrafter, PromptLookupDrafter
 from ..drafting.suffix_source import SuffixSource
-from ..errors import OptionError
 
 if TYPE_CHECKING:
     from typing import Self
@@ -79,8 +78,6 @@ class PromptLookup(Drafting):
 
     def new(self) -> Drafter:
         """A drafter; with ``n_draft`` 0 it drafts nothing."""
-        if self.n_draft < 0:
-            raise OptionError(f"n_draft is {self.n_draft}: draft 1 token or more, or 0 for none")
         if self.n_draft == 0:
             return NoDraft()
         return PromptLookupDrafter(self.n_draft, self.ngram_max, self.ngram_min)

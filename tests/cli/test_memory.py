@@ -724,3 +724,11 @@ def test_what_drafts_taught_is_shown_and_forgotten(
     forgotten = CliRunner().invoke(main, ["memory", "forget", "--all", "--yes"])
     assert forgotten.stdout.startswith("Forgot which drafts were right for 1 model.\n")
     assert not [*kept.iterdir()]
+
+
+def test_a_command_keeps_as_many_tokens_as_the_settings_say() -> None:
+    save_settings(Settings(True, max_tokens=5000))
+    with Memories() as memories:
+        one = memories.of(demo().tokenizer, "demo")
+        assert one is not None
+        assert one._worker._max_tokens == 5000

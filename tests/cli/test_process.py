@@ -190,4 +190,4 @@ def test_closed_standard_streams_are_no_traceback(finite: Path):
     command = f"{program} --prompt - <&-"
     run = subprocess.run(command, shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert run.returncode == 1
-    assert run.stderr.startswith("Error: standard input is empty")
+    assert run.stderr.startswith("Error: --prompt - is empty")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlxspec.corpus.answers import identify
 from mlxspec.corpus.store import Store, build_store
-from mlxspec.corpus.suffix_array import SuffixArray, write_index
+from mlxspec.corpus.suffix_index import SuffixArray, write_index
 from mlxspec.errors import FileError
 from tests.support.examples import examples
 from tests.support.hostile import harmless, mutated

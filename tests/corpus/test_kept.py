@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import mlxspec
 from mlxspec.corpus.answers import DATABASE, INDEX_FORMAT, KeptAnswers, identify
 from mlxspec.corpus.memory import Memory
-from mlxspec.corpus.suffix_array import write_index
+from mlxspec.corpus.suffix_index import write_index
 from mlxspec.errors import FileError
 from tests.corpus.test_memory import looked_up, make_small
 from tests.support.examples import examples

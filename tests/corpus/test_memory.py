@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlxspec.corpus import memory
 from mlxspec.corpus.memory import Memory
-from mlxspec.corpus.suffix_array import SuffixArray, split_texts
+from mlxspec.corpus.suffix_index import SuffixArray, split_texts
 from mlxspec.errors import OptionError
 from tests.corpus.test_suffix_array import scan
 from tests.support.threads import at_once

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.corpus import suffix_array
-from mlxspec.corpus.suffix_array import MAX_VOCABULARY, SuffixArray, sorted_places
-from mlxspec.corpus.suffix_index import Occurrence
+from mlxspec.corpus import suffix_index
+from mlxspec.corpus.suffix_index import MAX_VOCABULARY, Occurrence, SuffixArray, sorted_places
 
 TOKENS = st.lists(st.integers(-1, 3), max_size=80)
 
@@ -152,8 +151,8 @@ def joined(texts: list[list[int]]) -> SuffixArray:
 @given(TEXTS, TEXTS, st.integers(1, 20))
 def test_merging_equals_sorting_all(first: list[list[int]], second: list[list[int]], chunk: int):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(suffix_array, "_CHUNK", chunk)
-        pieces = [*suffix_array.merged_order(joined(first), joined(second))]
+        patch.setattr(suffix_index, "_CHUNK", chunk)
+        pieces = [*suffix_index.merged_order(joined(first), joined(second))]
     order = np.concatenate(pieces).tolist()
     whole = joined([*first, *second])
     tokens = whole.tokens.tolist()

@@ -44,7 +44,7 @@ def unmeasured(
 @pytest.mark.slow
 def test_a_first_generation_measures(unmeasured: Decoder) -> None:
     with pytest.raises(Measured):
-        unmeasured.stream("The river", 5, temp=0.5, stop=["x"], stop_tokens=7, kv_bits=8, top_k=3)
+        next(unmeasured.stream("The river", 5, temp=0.5, stop=["x"], stop_tokens=7, kv_bits=8))
 
 
 def test_for_a_model_that_cannot_verify_drafts_nothing_is_measured(

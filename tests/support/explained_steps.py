@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rich.console import RenderableType
 
@@ -43,11 +44,8 @@ def lookahead_step() -> RecordedStep:
     )
     after = {"a": "b", "b": "c", "c": "e", "m": "M", "n": "N", "o": "O", "p": "P"}
     choices = "".join(after.get(chr(token), "?") for token in tree.tokens)
-    origins = {"a": "root"} | dict.fromkeys("bcd", "guess")
-    return RecordedStep(
-        verified(tree, choices),
-        tuple(origins.get(chr(token), "window") for token in tree.tokens),
-    )
+    origins = tuple("guess" if chr(token) in "bcd" else "window" for token in tree.tokens[1:])
+    return RecordedStep(verified(replace(tree, origins=origins), choices))
 
 
 def explained(*steps: RecordedStep, text_of: TextOf = letters) -> Iterator[RenderableType]:
