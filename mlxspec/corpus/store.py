@@ -26,7 +26,7 @@ from .suffix_index import (
 )
 
 MAX_TOKENS = 50_000_000
-"""Tokens that a store holds by default. Building it takes about 90 bytes a token."""
+"""The most tokens of a store; texts beyond them are not read. Building takes 90 bytes a token."""
 
 _TEXT_CHARACTERS = 32_768  # read at a time, and then on to the end of the line
 
@@ -204,7 +204,6 @@ def build_store(
     sequences: Iterable[Sequence[int]],
     tokenizer: Any,
     *,
-    max_tokens: int = MAX_TOKENS,
     force: bool = False,
 ) -> Store:
     """Write a store of texts without duplicates; the file appears whole or not at all.
@@ -213,7 +212,6 @@ def build_store(
         path: the file to write.
         sequences: the token ids of each text. Later texts count as newer.
         tokenizer: the tokenizer of these ids.
-        max_tokens: the most tokens of the store; texts beyond them are not read.
         force: replace an existing file at ``path``.
 
     Raises:
@@ -224,7 +222,7 @@ def build_store(
     if path.exists() and not force:
         raise FileError(f"{path}: exists; name another file, or replace it with --force")
     identity = identify(tokenizer)
-    index = SuffixArray.of(_first(sequences, identity.vocab_size, max_tokens))
+    index = SuffixArray.of(_first(sequences, identity.vocab_size))
     if not len(index.tokens):
         raise FileError(f"{path}: nothing to write; add a text of at least two tokens")
     header = {
@@ -247,10 +245,10 @@ def _identity(header: Mapping[str, Any]) -> TokenizerIdentity:
     raise ValueError("has a damaged header")
 
 
-def _first(sequences: Iterable[Sequence[int]], vocab_size: int, max_tokens: int) -> Iterator[bytes]:
-    """The first texts, each once, while ``max_tokens`` allow; the last may be cut."""
+def _first(sequences: Iterable[Sequence[int]], vocab_size: int) -> Iterator[bytes]:
+    """The first texts, each once, up to MAX_TOKENS; the last may be cut."""
     seen: set[bytes] = set()
-    room = max_tokens * TOKEN_BYTES
+    room = MAX_TOKENS * TOKEN_BYTES
     for ids in sequences:
         for text in encode_texts(ids, vocab_size):
             if room <= TOKEN_BYTES:

@@ -342,6 +342,16 @@ def test_one_tokenizer_alone_is_on_or_off(finite: Path, endless: Path):
     assert not kept_with("demo")
 
 
+def test_no_more_is_kept_than_set():
+    save_settings(Settings(True, frozenset(), 100))
+    with Memories() as memories:
+        memory = memories.of(FIRST)
+        for first in range(60):
+            memory.add([first, *range(20)])
+    (kept,) = kept_answers(memory_directory())
+    assert 0 < kept.count()["tokens"] <= 100
+
+
 def test_broken_settings_are_one_line(home: Path):
     home.mkdir(parents=True)
     (home / "settings.json").write_text("[")

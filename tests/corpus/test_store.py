@@ -82,13 +82,15 @@ def test_ids_that_the_tokenizer_does_not_have_divide_a_text(tmp_path: Path):
     assert texts_in(store) == [[1, 2], [3, 4], [5, 6]]
 
 
-def test_no_more_tokens_are_taken_than_allowed(tmp_path: Path):
+def test_no_more_tokens_are_taken_than_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mlxspec.corpus.store.MAX_TOKENS", 8)
+
     def endless():
         for token in range(100):
             yield [token, token, token]
         raise AssertionError("read on")
 
-    store = build_store(tmp_path / "s", endless(), FIRST, max_tokens=8)
+    store = build_store(tmp_path / "s", endless(), FIRST)
     assert texts_in(store) == [[0, 0, 0], [1, 1, 1], [2, 2]]
 
 
