@@ -101,5 +101,7 @@ class HttpServer(uvicorn.Server):
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
-    """Filter the log: leave out the tracebacks of cancelled requests."""
-    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+    """Filter the log: leave out the tracebacks of cancelled requests, and of the lifespan's end."""
+    if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
+        return False
+    return not record.getMessage().rstrip().endswith("CancelledError")
