@@ -1,6 +1,7 @@
 """What the leader does with its part of a model, a follower does with its own."""
 
 import gc
+import pickle
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -58,6 +59,21 @@ REPEATED = {
     *("_forward", "Joint.join", "Joint.leave", "Target.fork"),
     *(f"Target.{name}" for name in ("commit", "truncate", "rewind")),
 }
+
+
+def test_a_message_names_only_what_is_in_mlxspec() -> None:
+    """Whoever could send one could otherwise call any function."""
+    leader = Leader(cast(Any, None), cast(Any, Received()))
+    leader._send(print, ["hello"], None)
+    with pytest.raises(pickle.UnpicklingError, match="is not mlxspec's"):
+        Follower().obey(cast(Any, leader.channel).message)
+
+
+class Received:
+    """A channel that keeps the last message."""
+
+    def send(self, message: bytes) -> None:
+        self.message = message
 
 
 class Silent:
