@@ -217,8 +217,9 @@ async def astream(
             send(error)
             return
         request.at_end = end
-        engine = Engine(decoder, max_unread=_AHEAD)
-        _thread.engines.setdefault(decoder, engine).add(request)
+        if decoder not in _thread.engines:
+            _thread.engines[decoder] = Engine(decoder, max_unread=_AHEAD)
+        _thread.engines[decoder].add(request)
 
     def end() -> None:
         assert request

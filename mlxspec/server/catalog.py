@@ -206,8 +206,10 @@ class Catalog:
         Raises:
             ApiError: 400, several have it.
         """
-        if name is None or name in self._entries:
-            return self._entries[name] if name else None
+        if name is None:
+            return None
+        if name in self._entries:
+            return self._entries[name]
         found = [entry for entry in self.entries if name in (entry.path, *entry.others)]
         if len(found) > 1:
             raise ApiError(

@@ -87,6 +87,8 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
         closing = asyncio.create_task(self._close())
         await super().shutdown(sockets)
+        if self.force_exit:  # uvicorn leaves it out then, and it would end with a traceback
+            await self.lifespan.shutdown()
         await closing
 
     async def _close(self) -> None:
@@ -101,7 +103,5 @@ class HttpServer(uvicorn.Server):
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
-    """Filter the log: leave out the tracebacks of cancelled requests, and of the lifespan's end."""
-    if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
-        return False
-    return not record.getMessage().rstrip().endswith("CancelledError")
+    """Filter the log: leave out the tracebacks of cancelled requests."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
