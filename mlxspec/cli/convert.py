@@ -32,8 +32,8 @@ _result = partial(option, group="Result")
     type=NAME,
 )
 @_result("-q --quantize", "Quantise the weights, to 4 bits by default.")
-@_result("--q-bits N", "Quantise to N bits.", type=int)
-@_result("--q-group-size N", "Quantise with a scale for N weights.", type=click.IntRange(min=1))
+@_result("--q-bits N", "Quantise to N bits.", type=click.IntRange(1, 32))
+@_result("--q-group-size N", "Quantise with a scale for N weights.", type=click.IntRange(1, 1024))
 @_result("--q-mode affine|mxfp4|mxfp8|nvfp4", "Quantise in this format.")
 @_result(
     "--dtype float16|bfloat16|float32",
