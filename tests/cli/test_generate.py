@@ -310,7 +310,9 @@ def test_the_output_ends_where_the_context_does(finite: Path, tmp_path: Path) ->
     result = generate(*options, 50)
     data = json.loads(result.stdout)
     assert (data["generation_tokens"], data["finish_reason"]) == (2, "length")
-    assert result.stderr == "Note: the model's context of 8 tokens is full: the output ends there\n"
+    assert (
+        result.stderr == "Note: the model's context of 8 tokens is full, so the output ends here\n"
+    )
     assert generate(*options, 2).stderr == ""
 
 

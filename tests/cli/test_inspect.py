@@ -120,7 +120,7 @@ def test_a_head_shows_its_kind_and_the_target_it_needs(
     assert result.stdout.startswith(f"{directory}\nhead        {name}, ")
     for line in lines:
         assert line in result.stdout
-    assert "takes no adapters" in inspect(directory, "--adapter-path", "x").stderr
+    assert "have no adapters" in inspect(directory, "--adapter-path", "x").stderr
     report = json.loads(inspect(directory, "--json").stdout)
     assert report["head"]["kind"] == name
     assert report["head"]["files"] == ["model.safetensors"]
