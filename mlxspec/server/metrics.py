@@ -45,10 +45,12 @@ class Metrics:
         self._seconds = histogram("generation_seconds", "Time to the last token.")
         self._began = int(time.perf_counter())
         self._sums: deque[tuple[int, Count[str]]] = deque(maxlen=_HISTORY + 1)
-        """Of the last seconds, the present one included, in which something happened."""
+        """Sums for each of the last seconds in which something happened, including the current
+        one.
+        """
 
     def _sum(self, **figures: Any) -> None:
-        """Add to the sums of the present second."""
+        """Add to the sums of the current second."""
         second = int(time.perf_counter())
         if not self._sums or self._sums[-1][0] != second:
             self._sums.append((second, Count()))
@@ -56,7 +58,7 @@ class Metrics:
 
     @property
     def history(self) -> dict[str, Any]:
-        """The sums of each of the last seconds by figure, for the charts of the status page.
+        """The sums for each of the last seconds, by figure, for the status page's charts.
 
         ``end`` is the second after the last one.
         """
@@ -98,7 +100,7 @@ class Metrics:
                 unknown.
         """
         self._generated.inc(len(step.tokens))
-        # Each sequence adds its share of the forward.
+        # Each sequence counts its share of the forward.
         self._sum(generated=len(step.tokens), steps=1, forwards=1 / step.sequences)
         if plain_seconds is not None:
             self._sum(seconds=seconds, plain_seconds=plain_seconds)

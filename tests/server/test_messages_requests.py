@@ -192,7 +192,7 @@ def test_a_note_stands_for_what_a_tool_has_shown() -> None:
     content = [{"type": "text", "text": "Look: "}, IMAGE]
     result = {"type": "tool_result", "tool_use_id": "1", "content": content}
     (turn,) = said({"role": "user", "content": [result]})
-    assert turn["content"] == "Look: [image: left out, since this model reads text alone]"
+    assert turn["content"] == "Look: [image: left out, since this model reads only text]"
 
 
 @pytest.mark.parametrize(

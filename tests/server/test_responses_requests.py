@@ -162,7 +162,7 @@ def test_what_codex_sends_is_a_chat() -> None:
         ("call_3", {"name": "agents__spawn", "arguments": {}}),
     ]
     assert [result["tool_call_id"] for result in results] == ["abcdefghi", "call_2", "call_3"]
-    assert results[2]["content"] == "Look: [image: left out, since this model reads text alone]"
+    assert results[2]["content"] == "Look: [image: left out, since this model reads only text]"
     names = [tool["function"]["name"] for tool in request.tools_shown]
     assert names == ["exec_command", "apply_patch", "agents__spawn", "agents__close"]
     assert request.tools_shown[0]["function"] == {
