@@ -91,7 +91,7 @@ def test_a_program_sees_what_it_has_set_up_to_see(set_up: bool) -> None:
     seen = subprocess.run(arguments, capture_output=True, text=True, check=True).stderr
     if set_up:
         assert seen.startswith(
-            "WARNING mlxspec.drafting.kept: step times and experience are not kept in /dev"
+            "WARNING mlxspec.drafting.kept: step times and experience cannot be kept in /dev"
         )
     else:
         assert seen == ""

@@ -172,7 +172,7 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
         ),
         (("--prompt", "a", "--top-p", "7"), "top_p is 7.0"),
         (("--prompt", "a", "--temp", "nan"), "temp is nan"),
-        (("--prompt", "a", "--ngram-min", "4"), "ngram_min is 4 and ngram_max 3: choose"),
+        (("--prompt", "a", "--ngram-min", "4"), "ngram_min is 4, and ngram_max is 3: choose"),
         (
             ("--prompt", "a", "--n-draft", "-2"),
             "n_draft is -2: draft 1 token or more, or 0 for none",
