@@ -65,7 +65,7 @@ def test_a_message_names_only_what_is_in_mlxspec() -> None:
     """Whoever could send one could otherwise call any function."""
     leader = Leader(cast(Any, None), cast(Any, Received()))
     leader._send(print, ["hello"], None)
-    with pytest.raises(pickle.UnpicklingError, match="is not mlxspec's"):
+    with pytest.raises(pickle.UnpicklingError, match="is not part of mlxspec"):
         Follower().obey(cast(Any, leader.channel).message)
 
 
