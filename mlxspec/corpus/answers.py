@@ -210,7 +210,7 @@ class KeptAnswers:
 
         Yields:
             the row's number, the tokens, (n,) of int32, and the time when the generation ended, in
-             seconds since 1970. Rows with tokens outside the vocabulary are skipped.
+            seconds since 1970. Rows with tokens outside the vocabulary are skipped.
         """
         page: list[Any] = [None] * _PAGE
         while len(page) == _PAGE:
