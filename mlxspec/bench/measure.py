@@ -458,7 +458,7 @@ def figures(prompts: Sequence[MeasuredPrompt], name: str) -> Report:
 
 
 def _ratios(prompt: MeasuredPrompt, name: str, base: str) -> list[float]:
-    """The ratios of runs at the same turn: a slow moment of the machine affects both alike."""
+    """Two backends' ratios turn by turn, since a slow moment of the machine affects both alike."""
     pairs = zip(prompt.runs[name], prompt.runs[base], strict=True)
     return [own.rate / other.rate for own, other in pairs]
 

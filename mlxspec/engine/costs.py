@@ -511,7 +511,7 @@ class KeptCosts(LiveCosts):
         self._next_save = clock()
 
     def _begun_with(self, known: abc.Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
-        """Costs for ``count`` sequences, which begin with those that an earlier process learned."""
+        """Costs for ``count`` sequences, beginning with those that an earlier process learned."""
         key = self._key.of_sequences(count)
         begun = {context: KnownTimes(times, "steps") for context, times in known.items()}
         return KeptCosts(self._cache, key, self._cache.read(key) or begun, self._clock)
