@@ -38,7 +38,7 @@ def test_models_costs_and_capabilities_are_logged(
     assert re.fullmatch(r"loaded demo from .*demo_model in \d+\.\d s", loaded)
     times_in_words = r"T\(1\) 20\.0 ms, .*, T\(8\) 40\.0 ms"
     for context, line in zip((64, 8000), measured, strict=True):
-        assert re.fullmatch(rf"measured .* behind {context} tokens: {times_in_words}", line)
+        assert re.fullmatch(rf"measured .* after {context} tokens: {times_in_words}", line)
     assert re.fullmatch(rf"step times are known from {re.escape(str(tmp_path))}/\S*\.json", known)
     assert verifies.startswith("what the model verifies: tree (branching steps equal")
     assert shares == "how several sequences share forwards: joint"

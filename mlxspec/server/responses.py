@@ -286,7 +286,7 @@ def _from_store(body: dict[str, Any], store: ResponseStore, partition: str) -> d
     items = items.copy()
     for index, item_id in ids.items():
         if item_id not in known:
-            remedy = "send the item itself, since this id is not stored or was used before"
+            remedy = "send the item itself, since this id is not stored, or is already used"
             refuse(f"input[{index}].id", item_id, remedy)
         items[index] = known.pop(item_id)  # only once, or a short body could expand to gigabytes
     return {"earlier": earlier, "input": items}

@@ -91,7 +91,7 @@ def test_what_was_measured_is_shown_without_measuring(endless: Path, measurement
         shown = calibrate(*arguments).stdout
         assert len(re.findall("rows +ms", shown)) == 3
         for context in ("64", "200", "3,000"):
-            assert f"behind {context} tokens, careful" in shown
+            assert f"after {context} tokens, careful" in shown
     assert "3,000" not in calibrate("--show", "--context", 200).stdout
     assert measurements == [64, 200, 3000]
 

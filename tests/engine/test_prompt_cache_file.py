@@ -132,7 +132,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(FileError, match="make it again"):
             load_prompt_cache(path)
     mx.save_safetensors(str(path), {"weight": mx.ones(3)}, {"format": "mlx"})
-    with pytest.raises(FileError, match="no prompt cache"):
+    with pytest.raises(FileError, match="not a prompt cache"):
         load_prompt_cache(path)
 
 

@@ -124,7 +124,7 @@ def test_an_item_is_inserted_once() -> None:
     reference = {"type": "item_reference", "id": "msg_1_0"}
     assert asked(input=[reference]).items == [KEPT]
     assert asked(input=[{"id": "msg_1_0"}]).items == [KEPT]
-    with pytest.raises(ApiError, match="there already") as caught:
+    with pytest.raises(ApiError, match="already used") as caught:
         asked(input=[reference, reference])
     assert caught.value.param == "input[1].id"
 
