@@ -337,10 +337,8 @@ def compare(
         return replay_jointly(completions, new, curve, concurrency, count)
 
     def compared(policy: ReplayPolicy, curve: CostCurve) -> Report:
-        alone, new = list[Replayed](), policy(curve, classes)
-        for one in completions:
-            alone.append(replay(one.prompt, one.output, new(one.output)))
-            count()
+        new = policy(curve, classes)
+        alone = [replay_jointly([one], new, curve, 1, count) for one in completions]
         if plain:
             return joint_report(together(policy(curve, classes), curve), plain, alone, curve)
         sets = (one.category for one in completions)

@@ -433,7 +433,7 @@ class Planner(Drafter):
         # A step that is planned alone may share a forward that was dispatched before.
         if not plan.joint and step.sequences == 1:
             seconds = step.seconds - spent - plan.head_seconds
-            self.costs.record(step.rows, seconds, step.pipelined, plan.head)
+            self.costs.record(step.rows, seconds, step.pipelined)
         if plan.joint:
             drafted = step.rows - step.sequences
             cost = costs.hopeful(1 + drafted)
@@ -563,13 +563,11 @@ class _Step:
         """
         curve, plans = self._curve, list[Plan]()
         self._limits: list[Limits] = []
-        least_p = curve.cheapest_rows
         for planner, weight, max_depth in zip(
             self._planners, self._weights, max_depths, strict=True
         ):
-            if self._sequences > 1:  # a row takes time from all sequences
-                scale = self._sequences / weight
-                least_p = [scale * cost for cost in curve.cheapest_rows]
+            scale = self._sequences / weight  # a row takes time from all sequences
+            least_p = [scale * cost for cost in curve.cheapest_rows]
             limits = Limits(max_depth, self._max_nodes, planner.branching, least_p)
             self._limits.append(limits)
             try:

@@ -500,7 +500,7 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
 
 def _curve(served: ServedModel) -> list[list[float]] | None:
     """Pairs of rows and the time of a step relative to one row; None if not measured."""
-    if not served.decoder.plans:
+    if not served.decoder.drafting.plans:
         return None
     curve = served.decoder.costs.curve
     return [[rows, curve(rows)] for rows in range(1, _WIDEST + 1)]
