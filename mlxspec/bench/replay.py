@@ -136,8 +136,7 @@ def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[St
     """Run a step of all outputs; returns also whether the next step is dispatched in it."""
     planners = [one.drafter for one in active if isinstance(one.drafter, Planner)]
     if len(active) > 1 and planners:  # all outputs have drafters of one kind
-        depths = [MAX_DEPTH] * len(planners)
-        plans = plan_drafts(planners, depths, costs, sequences=len(active))
+        plans = plan_drafts(dict.fromkeys(planners, MAX_DEPTH), costs, sequences=len(active))
         proposals = [one.draft(plan) for one, plan in zip(planners, plans, strict=True)]
     else:
         proposals = [one.drafter.propose(MAX_DEPTH) for one in active]

@@ -117,19 +117,15 @@ class Sequence:
         self.drafter.attach(self.target, self.chooser.perturb)
         self.drafter.begin(list(self.prompt))
         self._open = True
-        chunks = self.target.prefill_in_chunks(self.to_prefill, chunk, self.in_mlx_lms_chunks)
+        tokens = self.prompt[self._n_cached : -1]  # the last one runs in the first step
+        chunks = self.target.prefill_in_chunks(tokens, chunk, self.in_mlx_lms_chunks)
         with closing(chunks) as progress:
             while True:
                 with mx.stream(generation_stream):
                     done = next(progress, None)
                 if done is None:
                     return
-                yield done, len(self.to_prefill)
-
-    @property
-    def to_prefill(self) -> tuple[int, ...]:
-        """The prompt's tokens that must run before the first step."""
-        return self.prompt[self._n_cached : -1]
+                yield done, len(tokens)
 
     def close(self) -> None:
         """Cut the cache to the context and end the drafter.
@@ -564,8 +560,7 @@ class Batch:
         # The others propose in the step itself; until then, expect what they proposed before.
         others = [sequence for sequence in sequences if sequence not in planners]
         plans = plan_drafts(
-            list(planners.values()),
-            [sequence.max_depth for sequence in planners],
+            {planner: sequence.max_depth for sequence, planner in planners.items()},
             costs,
             sequences=count,
             rows_taken=sum(sequence.proposed for sequence in others),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import sys
 import threading
 import time
@@ -300,7 +301,7 @@ class Request:
             drafted=step.drafted,
             accepted=len(step.accepted),
             emitted=len(step.tokens),
-            cost=cost or 0.0,
+            cost=math.nan if cost is None else cost,
         )
 
     def responses_of(self, step: VerifiedStep) -> Iterator[GenerationResponse]:

@@ -31,7 +31,7 @@ class SpeculationStats:
         accepted: draft tokens accepted and emitted.
         emitted: tokens emitted, bonus tokens included.
         cost: the time of the steps by the measured costs of rows, in steps without drafts, so
-            other work of the machine does not count; 0 if the costs are unknown.
+            other work of the machine does not count; not a number if a cost is unknown.
     """
 
     steps: int = 0
@@ -58,7 +58,7 @@ class SpeculationStats:
     @property
     def gain(self) -> float | None:
         """The speed of the steps relative to steps without drafts; None if unknown."""
-        return self.emitted / self.cost if self.cost else None
+        return self.emitted / self.cost if self.cost > 0 else None
 
 
 @dataclass(frozen=True)

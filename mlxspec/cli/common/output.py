@@ -285,8 +285,6 @@ class Figures:
         prompt_tokens, reused_tokens, generated_tokens: sums over all answers.
         prefill_seconds, seconds: the time for prompts and for generated tokens.
         stats: sums of the answers' stats; None before the first answer.
-        plain_cost, cost: the cost of the generated tokens without drafts and with them, in plain
-            steps; answers whose cost is unknown are left out.
         answers: how many there were.
     """
 
@@ -296,8 +294,6 @@ class Figures:
     prefill_seconds: float = 0.0
     seconds: float = 0.0
     stats: SpeculationStats | None = None
-    plain_cost: float = 0.0
-    cost: float = 0.0
     answers: int = 0
 
     def add(self, answer: GenerationResponse | GenerationResult, generated: int) -> None:
@@ -316,8 +312,6 @@ class Figures:
             self.prefill_seconds += run / answer.prompt_tps
         if answer.generation_tps:
             self.seconds += generated / answer.generation_tps
-        self.plain_cost += answer.stats.emitted if answer.stats.cost else 0.0
-        self.cost += answer.stats.cost
         self.stats = self.stats + answer.stats if self.stats else answer.stats
 
     def panel(
@@ -349,8 +343,8 @@ class Figures:
                 ("tokens per step", f"{stats.tokens_per_step:.2f}"),
                 ("acceptance rate", share, accepted),
             ]
-        if self.cost and self.plain_cost:
-            rows.append(("against plain", ratio(self.plain_cost / self.cost), "estimated"))
+            if stats.gain:
+                rows.append(("against plain", ratio(stats.gain), "estimated"))
         grid = Table.grid(padding=(0, 2))
         grid.add_column()
         grid.add_column(justify="right")
