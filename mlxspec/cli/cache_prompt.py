@@ -11,11 +11,11 @@ from ..engine.params import CacheOptions
 from ..errors import FileError, OptionError
 from ..models.model_files import local_path
 from ..terminal import one_line
-from .common.model_choice import model_or_default, note_if_demo
+from .common.model_choice import model_option, model_or_default, note_if_demo
 from .common.notes import note
 from .common.options import ADAPTERS, NAME, command, option, options_of
 from .common.output import error_console, prefill_bar
-from .common.prompt import PromptOptions, model_option
+from .common.prompt import PromptOptions
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..errors import MlxspecError
 from ..terminal import one_line
-from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
+from .common.model_choice import MODEL, model_argument, model_or_default, note_if_demo
 from .common.options import (
     ADAPTERS,
     COUNT,
@@ -37,7 +37,7 @@ _measurement = partial(option, group="Measurement")
 
 
 @command("calibrate", short_help="Measure what steps of MODEL cost by their rows.")
-@model_argument(ABOUT + DEFAULT)
+@model_argument()
 @_measurement(*ADAPTERS, type=NAME)
 @_measurement(
     "--context N",
@@ -97,7 +97,8 @@ def calibrate_command(
         report: Report = {"curves": _known(model, adapter_path, context)}
     else:
         wanted = False if no_head or sequences > 1 else head
-        report = _measured(needed_model(model), adapter_path, wanted, context, sequences)
+        note_if_demo(model)
+        report = _measured(model_or_default(model), adapter_path, wanted, context, sequences)
     shows.show_tables(report, _tables(report))
 
 

@@ -19,7 +19,7 @@ from ..errors import PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .common.generation import Generation, generation_options
-from .common.model_choice import model_or_default, note_if_demo
+from .common.model_choice import model_option, model_or_default, note_if_demo
 from .common.notes import silence_notes
 from .common.options import COUNT, NAME, check_one, color_option, command, option, options_of
 from .common.output import (
@@ -30,7 +30,7 @@ from .common.output import (
     result_report,
     write_json,
 )
-from .common.prompt import PromptOptions, model_option, prompt_argument
+from .common.prompt import PromptOptions, prompt_argument
 from .memory import Memories
 
 if TYPE_CHECKING:
