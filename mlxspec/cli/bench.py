@@ -149,7 +149,6 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
     sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
     prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
     questions = limited(prompts or bundled_prompts(), asked.limit)
-    shows.check()
     file = Path(time.strftime("mlxspec-report-%Y%m%d-%H%M%S.json"))
     if asked.submit:
         if asked.prompts or asked.drafter or shows.as_json or AUTO not in backends:

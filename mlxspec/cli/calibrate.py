@@ -91,7 +91,6 @@ def calibrate_command(
     the exit status is 1. The times are kept in the user's cache directory, or in the directory
     that MLXSPEC_CACHE_DIR names.
     """
-    shows.check()
     check_one(head=head, no_head=no_head, show=show, sequences=sequences > 1)
     if show:
         report: Report = {"curves": _known(model, adapter_path, context)}

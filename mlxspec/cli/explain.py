@@ -72,8 +72,7 @@ def explain_command(
       mlxspec explain "Say this three times: ..." --steps 5 --skip 0
       mlxspec explain --decoder lookahead --prompt-file ask.txt --html steps.html
     """
-    source = prompt.read()  # this, and all checks that need no model, before a model is loaded
-    shows.check()
+    source = prompt.read()  # before a model is loaded
 
     from ..drafting.sources import RecordingDrafter
     from ..models.model_files import given_name

@@ -85,7 +85,7 @@ class Memories(ExitStack):
             except FileError as error:
                 note(f"{error}; answers are remembered only until this command ends")
                 return None
-            memory = Memory(most, kept=kept, on_trouble=note)
+            memory = Memory(most, kept=kept)
             self._memories[identity.fingerprint] = memory
             self.push(lambda kind, *_: memory.close(patience=0 if kind else None))
         return self._memories[identity.fingerprint]

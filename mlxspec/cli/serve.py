@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import click
@@ -58,7 +58,6 @@ from .settings import load_aliases
 
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
-    from ..generation.options import GenerationOptions
     from ..models.model import OnRead
     from ..server.body import ApiError
     from ..server.catalog import Catalog, Entry
@@ -488,31 +487,20 @@ class _Loader:
 
     def load(self, entry: Entry, on_read: OnRead) -> ServedModel:
         """Load a model; its steps have not been measured yet."""
-        from ..server.prefix_cache import PrefixCache
-        from ..server.served_model import CacheMemory, ServedModel
+        from ..server.served_model import ServedModel
 
         how = self._named if entry.path in self._paths else self._others
         how = replace(how, model=entry.path)
         decoder = how.load(None, self._memories, self._leader, on_read)
         # With many forwards, which may run beside those of other models.
         _ = decoder.capability, decoder.joint_mode
-
-        model, caches = decoder.model, how.caches
-        prefixes = PrefixCache(
-            *(model, self._memory.most_cached, caches),
-            warn=note,
-            chunks_matter=decoder.chunks_matter,
-        )
-        memory = CacheMemory(model, caches, getattr(decoder.drafting, "draft_model", None))
+        most = self._memory.most_cached
         served = ServedModel(
-            *(entry.name, decoder, prefixes, memory),
-            cast("GenerationOptions", vars(caches)),
-            self._template,
-            owner=self._owner,
+            entry.name, decoder, how.caches, most, self._template, owner=self._owner
         )
         if place := self._place(entry):
-            most = self._memory.most_idle(memory.weights) // max(1, len(self._paths))
-            prefixes.load(place, most)
+            most = self._memory.most_idle(served.memory.weights) // max(1, len(self._paths))
+            served.cache.load(place, most)
         return served
 
     def save(self, entry: Entry) -> None:

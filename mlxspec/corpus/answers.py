@@ -8,7 +8,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,9 +85,6 @@ EARNED = ("steps", "tokens", *SOURCES)
 DATABASE = "answers.sqlite"
 INDEX = ".index"
 INDEX_FORMAT = "mlxspec answers index"
-
-OnTrouble = Callable[[str], None]
-"""Called with a line that describes a failure."""
 
 _VERSION = 3
 _BUSY_SECONDS = 30.0

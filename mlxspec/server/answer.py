@@ -499,11 +499,6 @@ async def answered(
     return JSONResponse(answer.whole(), headers=answer.headers)
 
 
-def is_answered(request: Request) -> bool:
-    """Whether generations have begun for a request."""
-    return getattr(request.state, "answered", False)
-
-
 def framed(chunk: dict[str, Any]) -> str:
     """A chunk as a server-sent event; its name is the chunk's type, if it has one."""
     event = f"event: {chunk['type']}\n" if "type" in chunk else ""

@@ -26,7 +26,7 @@ from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.options import GenerationOptions
 from ..generation.request import State
-from .answer import FAILED, ApiAnswer, answered, is_answered
+from .answer import FAILED, ApiAnswer, answered
 from .auth import AuthMiddleware, body_of
 from .body import ApiError, error_response, new_request_id, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
@@ -81,7 +81,8 @@ def create_app(
 
     async def refused(request: Request, error: Exception) -> Response:
         refusal = error if isinstance(error, ApiError) else _wrong_path(request, error)
-        if not is_answered(request):  # otherwise the log records the generation's end
+        # Once generations have begun, the log records their end.
+        if not getattr(request.state, "answered", False):
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import math
 from array import array
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ from ..engine.prompt_cache import read_prompt_cache_metadata
 from ..errors import FileError
 from ..files import is_ours_alone
 from ..generation.session import Session
+
+_log = logging.getLogger("mlxspec.server")
 
 _LEAST = 16  # tokens; a shorter common prefix is not worth a copy
 _OPENING = 16  # tokens at a prompt's end that open the answer; a later prompt may lack them
@@ -84,7 +87,6 @@ class PrefixCache:
         model: an mlx-lm model.
         max_bytes: the most memory of idle entries. The least recently used make room.
         options: the cache options, which all generations share.
-        warn: called with a line about a file that cannot be used or written.
         chunks_matter: the decoder's method of that name, which says which prompts share nothing.
             By default all prompts share.
 
@@ -100,14 +102,12 @@ class PrefixCache:
         model: nn.Module,
         max_bytes: int,
         options: CacheOptions | None = None,
-        warn: Callable[[str], object] = lambda line: None,
         chunks_matter: Callable[[int, list[Any]], bool] = lambda length, caches: False,
     ) -> None:
         self.max_bytes = max_bytes
         self.hits = self.misses = self.forks = self.evictions = 0
         self._model = model
         self._options = options or CacheOptions()
-        self._warn = warn
         self._chunks_matter = chunks_matter
         self._idle: dict[_Entry, None] = {}
         """Idle entries, the least recently used first."""
@@ -329,7 +329,7 @@ class PrefixCache:
                 for path in {*directory.glob(pattern)} - written:
                     path.unlink()
         except (OSError, FileError) as error:
-            self._warn(f"the prefix cache cannot be saved: {error}")
+            _log.warning("the prefix cache cannot be saved: %s", error)
 
     def _write(self, entry: _Entry, directory: Path) -> Path:
         """Write an entry's file, unless it exists."""
@@ -373,7 +373,7 @@ class PrefixCache:
             OSError: it does not exist.
         """
         if not (trusted := is_ours_alone(path)):
-            self._warn(f"{path}: ignored, since others may write to it; remove it")
+            _log.warning("%s: ignored, since others may write to it; remove it", path)
         return trusted
 
     def _read(self, path: Path) -> _Entry | None:
@@ -381,14 +381,14 @@ class PrefixCache:
         try:
             metadata = read_prompt_cache_metadata(path)
             if metadata["model"] != self._fingerprint:
-                self._warn(f"{path}: ignored, since it is for another model, version or option")
+                _log.warning("%s: ignored, since it is for another model, version or option", path)
                 return None
             session, n_prompt = Session.load(path), int(metadata["prompt_tokens"])
             entry = _Entry(array("i", session.tokens), n_prompt, metadata["partition"], session)
             entry.nbytes, entry.shared = session.nbytes, metadata["shared"] == "1"
             return entry
         except (OSError, FileError, ValueError, KeyError):
-            self._warn(f"{path}: ignored, since it is damaged or not from a prefix cache")
+            _log.warning("%s: ignored, since it is damaged or not from a prefix cache", path)
             return None
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,6 @@ from ..engine.params import CacheOptions
 from ..engine.target import UNDOABLE, together, vocabulary_size
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto
-from ..generation.options import GenerationOptions
 from ..generation.session import MARKS
 from .prefix_cache import PrefixCache
 
@@ -161,26 +161,33 @@ class ServedModel:
 
     Attributes:
         name: the model's name in requests.
-        decoder: the decoder, with its model loaded and its costs known.
-        cache: the prefix cache.
-        memory: what its caches and forwards take.
-        options: default generation options, overridden by a request's.
+        decoder: the decoder, with its model loaded.
+        caches: the cache options of all requests.
+        most_cached: the most bytes of the prefix cache's idle entries.
         template_arguments: default arguments of the chat template, overridden by a request's.
         owner: the partition that uses the decoder's own memory. The others have memories of their
             own, in the process only.
+        memory: what its weights, caches and forwards take.
+        cache: the prefix cache.
     """
 
     name: str
     decoder: Decoder
-    cache: PrefixCache
-    memory: CacheMemory
-    options: GenerationOptions = field(default_factory=GenerationOptions)
+    caches: CacheOptions = field(default_factory=CacheOptions)
+    most_cached: int = sys.maxsize
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     owner: str = field(default="", repr=False)
     _apart: OrderedDict[str, Decoder] = field(
         default_factory=OrderedDict, init=False, repr=False, compare=False
     )
     """The decoders of other partitions, the least recently used first."""
+
+    def __post_init__(self) -> None:
+        decoder, draft_model = self.decoder, getattr(self.decoder.drafting, "draft_model", None)
+        self.memory = CacheMemory(decoder.model, self.caches, draft_model)
+        self.cache = PrefixCache(
+            decoder.model, self.most_cached, self.caches, decoder.chunks_matter
+        )
 
     @property
     def context_length(self) -> int | None:
