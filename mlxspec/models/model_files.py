@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import LoadError
+from ..terminal import one_line
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -213,8 +214,3 @@ def check_weights_file(path: Path) -> dict[str, mx.array]:
         raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
         raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
-
-
-def one_line(error: Exception) -> str:
-    """A library's error message, shortened to one line for use in ours."""
-    return " ".join(str(error).split())[:200]
