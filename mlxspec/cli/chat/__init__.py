@@ -528,15 +528,12 @@ class LocalModel:
             raise
 
     def _use(self, name: str) -> None:
-        """Load a model; only the first has the head and the adapters of the command line."""
+        """Load a model."""
         from ...engine.model_sizes import context_length
         from ...generation.session import Session
 
-        asked = self._first
-        if name != model_or_default(asked.model):
-            drafting = replace(asked.drafting, head=None)
-            asked = replace(asked, model=name, drafting=drafting, adapter_path=None)
-        decoder = self._load(asked)
+        is_first = name == model_or_default(self._first.model)
+        decoder = self._load(self._first.for_model(name, is_first))
         if not decoder.tokenizer.has_chat_template:
             raise OptionError(
                 "this model's tokenizer has no chat template: choose a chat model, or use "
