@@ -120,14 +120,13 @@ def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -
     sources = *vars(options["prompt"]).values(), prompts
     if launched_rank() is not None and "-" in sources:
         raise PromptError("-: mlx.launch does not pass on the end of standard input; name a file")
-    if prompts is not None:
-        from .prompt_files import answer_prompts
-
-        with leading() as leader:
-            answer_prompts(prompts, concurrency, leader=leader, **options)
-    else:
-        with leading() as leader:
+    with leading() as leader:
+        if prompts is None:
             answer(leader=leader, **options)
+        else:
+            from .prompt_files import answer_prompts
+
+            answer_prompts(prompts, concurrency, leader=leader, **options)
 
 
 def answer(

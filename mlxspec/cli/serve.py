@@ -360,19 +360,22 @@ def _keys(file: Path | None, other: str) -> list[str]:
     return keys
 
 
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
 def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | None:
     """The host names that requests may use for the server; None for any.
 
     Raises:
         OptionError: other machines could use it without a key, or a name has a port.
     """
-    from ..server.auth import host_name, is_loopback
+    from ..server.auth import host_name
 
     for name in allowed:
         if name != host_name(name):
             raise OptionError(f"--allowed-host {one_line(name)}: give the name without a port")
-    if is_loopback(host):
-        return {"localhost", "127.0.0.1", "[::1]", bracketed(host), *allowed}
+    if host in _LOOPBACK:
+        return {*map(bracketed, _LOOPBACK), *allowed}
     if not keys:
         raise OptionError(
             f"--host {host} can be reached from other machines: give a key with --api-key-file or "
@@ -601,10 +604,8 @@ def _serve(
     worker, ended = catalog.worker, threading.Event()
 
     def on_exit() -> None:
-        running = len({request.stream for request in worker.requests.copy()})
-        if running := running + sum(entry.waiting for entry in catalog.entries):
-            requests = counted(running, "running request")
-            note(f"{grace:g} s for {requests} to end; press Ctrl-C again to stop at once")
+        if worker.requests or any(entry.waiting for entry in catalog.entries):
+            note(f"{grace:g} s for running requests to end; press Ctrl-C again to stop at once")
 
     server = HttpServer(app, grace=grace, on_exit=on_exit)
 

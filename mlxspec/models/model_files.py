@@ -65,6 +65,12 @@ def local_path(name: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(name))
 
 
+def absolute_name(name: str) -> str:
+    """A model's name that is valid in every directory: an existing path becomes absolute."""
+    path = local_path(name)
+    return os.path.abspath(path) if name != DEMO and path.exists() else name
+
+
 def given_name(name: str | os.PathLike[str]) -> str:
     """A model's name for reports: the repository, or a directory's name without its path."""
     path = local_path(name)

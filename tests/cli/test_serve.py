@@ -138,7 +138,7 @@ def test_running_requests_end_first_and_a_second_ctrl_c_ends_them(endless: Path)
             server.process.send_signal(signal.SIGINT)
             assert server.process.stderr
             note = server.process.stderr.readline()
-            assert note.startswith("Note: 10 s for 1 running request to end")
+            assert note.startswith("Note: 10 s for running requests to end")
             assert server.process.poll() is None
             server.process.send_signal(signal.SIGINT)
             server.process.wait(timeout=20)
