@@ -45,6 +45,7 @@ from .common.options import (
     ADAPTERS,
     COUNT,
     NAME,
+    all_of,
     check_one,
     color_option,
     command,
@@ -187,18 +188,15 @@ class ServeOptions:
     )
 
 
-def serve_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument and the options of ``serve`` to a command."""
-    for add in (
-        color_option("Output", "Colour the lines."),
-        options_of(CacheOptions, "caches", "Memory"),
-        options_of(DraftingOptions, "drafting", "Drafting"),
-        template_option("Requests"),
-        options_of(ServeOptions, "options"),
-        model_argument(several=True),
-    ):
-        function = add(function)
-    return function
+serve_options = all_of(
+    model_argument(several=True),
+    options_of(ServeOptions, "options"),
+    template_option("Requests"),
+    options_of(DraftingOptions, "drafting", "Drafting"),
+    options_of(CacheOptions, "caches", "Memory"),
+    color_option("Output", "Colour the lines."),
+)
+"""The argument and the options of ``serve``."""
 
 
 def checked(
@@ -367,21 +365,19 @@ def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | N
     """The host names that requests may use for the server; None for any.
 
     Raises:
-        OptionError: other machines could use it without a key, or a name has a port.
+        OptionError: other machines could use it without a key.
     """
     from ..server.auth import host_name
 
-    for name in allowed:
-        if name != host_name(name):
-            raise OptionError(f"--allowed-host {one_line(name)}: give the name without a port")
+    names = {host_name(name) for name in allowed}
     if host in _LOOPBACK:
-        return {*map(bracketed, _LOOPBACK), *allowed}
+        return {*map(bracketed, _LOOPBACK), *names}
     if not keys:
         raise OptionError(
             f"--host {host} can be reached from other machines: give a key with --api-key-file or "
             f"{API_KEY}, or listen on 127.0.0.1"
         )
-    return {bracketed(host), *allowed} if allowed else None
+    return {bracketed(host), *names} if names else None
 
 
 def bracketed(host: str) -> str:

@@ -24,7 +24,7 @@ from click.testing import CliRunner, Result
 from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
 from mlxspec.cli.common.generation import DraftingOptions, Generation
-from mlxspec.cli.serve import ServeOptions, _Loader, _locked, serve_command
+from mlxspec.cli.serve import ServeOptions, _hosts, _Loader, _locked, serve_command
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import OptionError
 from tests.support.adapters import write_adapters
@@ -161,11 +161,17 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
     for option, value in (("--grace", "-1"), ("--grace", "inf"), ("--stall", "0")):
         assert "is not in the range" in refused(option, value).stderr
     assert "--quiet and --log-json" in refused("--quiet", "--log-json").stderr
-    assert "without a port" in refused("--allowed-host", "mac:8080").stderr
     none = ("--models", endless, "--head", "a")
     assert "are for models that are named" in refused(*none).stderr
     assert "no such directory" in refused("--models", missing).stderr
     assert "is not a time" in refused("--keep-alive", "soon").stderr
+
+
+def test_an_allowed_host_is_known_in_any_spelling() -> None:
+    assert _hosts("127.0.0.1", (), []) == {"localhost", "127.0.0.1", "[::1]"}
+    assert _hosts("127.0.0.1", ("Mac.local:8080",), []) >= {"localhost", "mac.local"}
+    assert _hosts("0.0.0.0", ("mac.local",), ["key"]) == {"0.0.0.0", "mac.local"}
+    assert _hosts("0.0.0.0", (), ["key"]) is None
 
 
 def test_prefixes_are_kept_only_where_nobody_else_may_write(

@@ -252,6 +252,10 @@ def test_a_draft_model_counts_with_its_caches() -> None:
     model, small = ARCHITECTURES["qwen3"].model(), ARCHITECTURES["llama3"].model()
     drafts = Auto(extra=partial(DraftModelDrafter, small, 2)).draft_model
     assert drafts is small
-    both, alone, draft = CacheMemory(model, None, drafts), CacheMemory(model), CacheMemory(small)
+    both, alone, draft = (
+        CacheMemory(model, draft_model=drafts),
+        CacheMemory(model),
+        CacheMemory(small),
+    )
     assert both.weights == alone.weights + draft.weights
     assert both.needs(500).caches == alone.needs(500).caches + draft.needs(500).caches
