@@ -29,7 +29,7 @@ from ..generation.options import GenerationOptions
 from ..generation.request import State
 from .answer import FAILED, ApiAnswer, answered
 from .auth import AuthMiddleware, body_of
-from .body import ApiError, error_response, new_request_id, parse, read_body, shown
+from .body import ApiError, error_response, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
 from .messages import MessagesAnswer, MessagesBody, messages_headers
 from .openai import (
@@ -281,13 +281,13 @@ class Endpoints:
     async def message(self, request: Request) -> Response:
         """``/v1/messages``"""
         body, served, prompt = await self._read_chat(request, partial(parse, MessagesBody))
-        answer = MessagesAnswer(body, served.name, prompt.format, new_request_id())
+        answer = MessagesAnswer(body, served.name, prompt.format)
         return await self._respond(request, served, body, [prompt], answer)
 
     async def count_tokens(self, request: Request) -> Response:
         """``/v1/messages/count_tokens``"""
         _, served, prompt = await self._read_chat(request, partial(parse, MessagesBody))
-        headers = messages_headers(served.name, new_request_id())
+        headers = messages_headers(served.name)
         return JSONResponse({"input_tokens": len(prompt.tokens)}, headers=headers)
 
     # --- from a body to a response ---
