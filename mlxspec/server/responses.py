@@ -450,7 +450,7 @@ class ResponsesAnswer(ApiAnswer):
         return self._response
 
     def keep_alive(self) -> str:
-        return "".join(map(framed, self.begun() or [self._lifecycle("in_progress")]))
+        return framed(self._lifecycle("in_progress"))
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         code = "server_error" if error.status >= 500 else "invalid_prompt"
