@@ -443,7 +443,7 @@ class ApiBody(SamplingBody):
         if word == "required" and not names:
             refuse("tool_choice", word, "send tools too")
         if forced is not None and forced not in names:
-            refuse("tool_choice", self.sent["tool_choice"], "name one of the tools")
+            refuse("tool_choice", forced, "name one of the tools")
         if not self.conversation and self.param != "prompt":
             raise ApiError(f"{self.param} has no text: send a user message.", param=self.param)
         return self

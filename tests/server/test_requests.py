@@ -418,6 +418,25 @@ def test_what_is_wrong_or_cannot_be_done_is_refused_by_name(
     assert param_of({"messages": HELLO, **fields}) == param
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [WEATHER]},
+            "tool_choice is 'x': name one of the tools.",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": "{}"}},
+            "structured_outputs.structural_tag is '{}': leave it out.",
+        ),
+    ],
+)
+def test_errors_say_what_was_sent_and_what_to_do(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert caught.value.message == message
+
+
 @pytest.mark.parametrize("body", [None, [], "x", 5, True, float("nan")])
 def test_a_body_that_is_no_object_is_refused(body: object) -> None:
     for read in (parse_chat, parse_completion, parse_tokenize, parse_detokenize):
