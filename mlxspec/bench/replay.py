@@ -135,9 +135,8 @@ class _Output:
 def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[Step, bool]:
     """Run a step of all outputs; also return whether it dispatches the next step."""
     planners = [one.drafter for one in active if isinstance(one.drafter, Planner)]
-    if len(active) > 1 and planners:  # all drafters are of one kind
-        depths = [MAX_DEPTH] * len(planners)
-        plans = plan_drafts(planners, depths, costs, sequences=len(active))
+    if len(active) > 1 and planners:  # all outputs have drafters of one kind
+        plans = plan_drafts(dict.fromkeys(planners, MAX_DEPTH), costs, sequences=len(active))
         proposals = [one.draft(plan) for one, plan in zip(planners, plans, strict=True)]
     else:
         proposals = [one.drafter.propose(MAX_DEPTH) for one in active]
@@ -339,10 +338,8 @@ def compare(
         return replay_jointly(completions, new, curve, concurrency, count)
 
     def compared(policy: ReplayPolicy, curve: CostCurve) -> Report:
-        alone, new = list[Replayed](), policy(curve, classes)
-        for one in completions:
-            alone.append(replay(one.prompt, one.output, new(one.output)))
-            count()
+        new = policy(curve, classes)
+        alone = [replay_jointly([one], new, curve, 1, count) for one in completions]
         if plain:
             return joint_report(together(policy(curve, classes), curve), plain, alone, curve)
         sets = (one.category for one in completions)

@@ -105,8 +105,8 @@ class FixedCosts:
         """The time of a step in plain steps, since real seconds are unknown."""
         return self.curve(rows)
 
-    def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
-        """Do nothing: the costs stay as they are."""
+    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
+        """Nothing to do: they stay as they are."""
 
     def end(self) -> None:
         """Do nothing."""
@@ -492,11 +492,7 @@ class LiveCosts:
     Concurrent generations each have their own :meth:`for_generation`, and learn together.
 
     Args:
-        known: measured times, as for :class:`LiveTimes`.
-
-    Attributes:
-        predicted: the predicted time of the generation's steps so far, in plain steps; a step
-            without a draft counts 1, whether or not it waited for its token.
+        known: measured times, as :class:`LiveTimes` takes them.
     """
 
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
@@ -535,11 +531,9 @@ class LiveCosts:
         """Do nothing at the end of the generation."""
 
     def _begin_run(self) -> None:
-        """Forget the latest steps: each generation has its own runs."""
-        self.predicted = 0.0
-        self._plain_steps = 0  # consecutive
-        # Seconds in the last run of plain steps: of the step that waited, and of the last pipelined
-        # one.
+        """Forget the latest steps: each generation has runs of its own."""
+        self._plain_steps = 0  # in a row
+        # Seconds of the last run of plain steps: the one that waited, and the last pipelined one.
         self._last_waiting: float | None = None
         self._last_pipelined: float | None = None
 
@@ -582,7 +576,7 @@ class LiveCosts:
         """
         return self._live.stddev > _MOST_STDDEV
 
-    def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
+    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         """Learn from a step.
 
         Plain steps show T(1) only in the middle of a pipeline. The first step waits for its token
@@ -590,15 +584,12 @@ class LiveCosts:
         time that the two take beyond 2 T(1) is the sync overhead.
 
         Args:
-            rows: the step's rows.
-            seconds: its wall time; for a pipelined step of a single sequence, the time without the
-                drafter's.
-            pipelined: whether its forward was dispatched during the previous step.
-            head: the time that a trained head took before it, in plain steps; not part of
-                ``seconds``.
+            rows: its rows.
+            seconds: its wall time; of a pipelined one of a single sequence, what it would be
+                without drafter.
+            pipelined: whether its forward had been dispatched during the step before.
         """
         with self._lock:
-            self.predicted += self.curve(rows) + head
             self._record(rows, seconds, pipelined)
             self._live.ran(rows)
 
