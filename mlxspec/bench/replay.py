@@ -135,7 +135,7 @@ class _Output:
 def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[Step, bool]:
     """Run a step of all outputs; also return whether it dispatches the next step."""
     planners = [one.drafter for one in active if isinstance(one.drafter, Planner)]
-    if len(active) > 1 and planners:  # all outputs have drafters of one kind
+    if len(active) > 1 and planners:  # all drafters are of one kind
         plans = plan_drafts(dict.fromkeys(planners, MAX_DEPTH), costs, sequences=len(active))
         proposals = [one.draft(plan) for one, plan in zip(planners, plans, strict=True)]
     else:

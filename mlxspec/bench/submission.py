@@ -83,7 +83,7 @@ class Model(_Part):
 
 
 class CategoryFigures(_Part):
-    """What a decoder did in a category; see :func:`mlxspec.bench.measure.figures`."""
+    """A decoder's figures in a category; see :func:`mlxspec.bench.measure.figures`."""
 
     tokens_per_second: _Figure
     speedup: _Figure | None = None
@@ -91,7 +91,7 @@ class CategoryFigures(_Part):
 
 
 class Figures(CategoryFigures):
-    """What a decoder did in all categories."""
+    """A decoder's figures over all categories."""
 
     vs_mlx_lm: _Figure | None = None
     tokens_per_step: _Figure | None = None
@@ -164,7 +164,7 @@ class BenchReport(_Part):
             for curve in report["curves"]
         ]
         categories = {name: entry["decoders"] for name, entry in report["categories"].items()}
-        name = report["model"]["name"]  # a folder's may be anybody's words
+        name = report["model"]["name"]  # a folder's name may be private
         known = name if name == "demo" or re.fullmatch(_REPOSITORY, name) else None
         content = {
             **{**report, "format": "mlxspec bench report", "version": 1},

@@ -136,7 +136,7 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
 
     # Before MLX first uses a GPU.
     os.environ.update(variables_in(asked.mlx_settings or ""))
-    # Check all that needs no model before a model is loaded, or even downloaded.
+    # Check everything that needs no model before one is loaded, or even downloaded.
     backends = {PLAIN: BACKENDS[PLAIN], **chosen(asked.decoders, BACKENDS)}
     if asked.temp > 0:
         backends.pop(MLX_LM, None)  # its random numbers differ

@@ -42,14 +42,14 @@ class CalibrateOptions:
     adapter_path: str | None = option_field(*ADAPTERS, type=NAME)
     contexts: tuple[int, ...] = option_field(
         "--context N",
-        "Measure behind N tokens of context; may be given several times.  [default: 64, 1000 and "
+        "Measure after N tokens of context; repeatable.  [default: 64, 1000 and "
         "8000, or as many as the model and the memory allow]",
         type=COUNT,
         multiple=True,
     )
     head: str | None = option_field(
         HEAD[0],
-        "Also measure the drafts of this trained head.  [default: the one that comes with MODEL, "
+        "Also measure this trained head's drafts.  [default: the head that comes with MODEL, "
         "if it has one]",
         type=MODEL,
     )
@@ -62,17 +62,17 @@ class CalibrateOptions:
     )
     show: bool = option_field(
         "--show",
-        "Show what is known of MODEL, or else of all, and measure nothing.",
+        "Show the known times of MODEL, or of all models, and measure nothing.",
         default=False,
     )
 
 
-@command("calibrate", short_help="Measure what steps of MODEL cost by their rows.")
+@command("calibrate", short_help="Measure the cost of MODEL's steps by their rows.")
 @model_argument()
 @options_of(CalibrateOptions, "asked", "Measurement")
 @options_of(ReportOptions, "shows", "Output")
 def calibrate_command(model: str | None, asked: CalibrateOptions, shows: ReportOptions) -> None:
-    """Measure what steps of MODEL cost by their number of rows, and keep it.
+    """Measure how long steps of MODEL take by their number of rows, and keep the times.
 
     \b
     Examples:
@@ -136,7 +136,7 @@ def _curve(key: CostKey, context: int, known: KnownTimes) -> Report:
 
 
 def _measured(name: str, asked: CalibrateOptions) -> Report:
-    """Load a model, measure it carefully, and keep that.
+    """Load a model, measure it carefully, and keep the times.
 
     Returns:
         the first curve, with those after longer contexts, and the head's kind and times, if any.
@@ -203,7 +203,7 @@ def measured_curves(
 
 
 def _known(name: str | None, asked: CalibrateOptions) -> list[Report]:
-    """The curves in the cache: of one model, or all."""
+    """The curves in the cache, of one model or of all."""
     from ..drafting.kept import CostCache
     from ..engine.costs import model_identity
     from ..models.model import load

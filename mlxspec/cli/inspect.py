@@ -26,7 +26,7 @@ _DRAFTS = {
 _SIZES = {"hidden_size": "features", "vocab_size": "tokens", "num_hidden_layers": "layers"}
 
 
-@command("inspect", short_help="Show what MODEL is, and which drafts it verifies.")
+@command("inspect", short_help="Show MODEL's properties, and which drafts it verifies.")
 @model_argument()
 @option(*ADAPTERS, type=NAME, group="Model")
 @option("--json", "Write one JSON object.", "as_json", group="Output")

@@ -95,7 +95,7 @@ def _tables(models: list[dict[str, Any]], memory: int, default: str) -> Iterator
         fits, takes = "yes" if one["fits"] else "no", decimal(one["memory_bytes"] or 0)
         table.add_row(one_line(one["name"]), one_line(one["weights"] or ""), takes, fits)
     yield table
-    yield f"MLX may take {decimal(memory)} here; the default model is {one_line(default)}"
+    yield f"MLX may use {decimal(memory)} here; the default model is {one_line(default)}"
     for one in models:
         yield from (one_line(f"{alias} stands for {one['name']}") for alias in one["aliases"])
         if not one["usable"]:

@@ -155,9 +155,9 @@ class PromptAnswers:
     def __post_init__(self) -> None:
         self.failed = self._begun = self._written = 0
         self.figures = Figures()
-        # Nobody reads the answers as they grow, so they may wait for the prompts of others.
+        # Nobody reads the answers as they grow, so they may wait while other prompts run.
         self._engine = Engine(self.decoder, max_active=self.concurrency, stall=math.inf)
-        self._ready: dict[int, str] = {}  # results to write after earlier ones, by their index
+        self._ready: dict[int, str] = {}  # results that wait for earlier ones, by their index
 
     def panel(self, interrupted: bool) -> Panel:
         """The figures of all answers."""
@@ -236,7 +236,7 @@ class PromptAnswers:
     def _finish(
         self, names: dict[str, Any], number: int, request: Request, result: GenerationResult
     ) -> None:
-        """Make the result from what was generated, or from the error that ended it."""
+        """Make the result from the generated text, or from the error that ended it."""
         if request.error:
             self._fail(names, number, request.error)
             return

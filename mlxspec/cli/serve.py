@@ -408,15 +408,15 @@ class _Loader:
     """Loads a server's models: at its start, and as requests need them.
 
     Attributes:
-        named: how to load those of the start.
+        named: the options for the models loaded at the start.
         options: the server's.
         memories: hold the earlier answers to draft from.
         memory: the server's account of its memory.
         template: default arguments of the chat template.
         keys: the valid API keys; with several, each has its own memory of answers.
         leader: splits the models over its ranks; None for one process.
-        paths: what those of the start are loaded from.
-        left_out: directories of models that cannot be run, which have been reported.
+        paths: the paths of the models loaded at the start.
+        left_out: directories of models that cannot run, which have been reported.
     """
 
     named: Generation
@@ -438,7 +438,7 @@ class _Loader:
         given = [given_name(path) for path in self.paths]
         entries = []
         for name, path in zip(given, self.paths, strict=True):
-            # The last part of a directory's path, unless another one has the same.
+            # The last part of a directory's path, unless it is ambiguous.
             name = name if name and given.count(name) == 1 else path
             others = _other_names(name, path)
             entries.append(Entry(name, path, others, keep_alive=self.options.keep_alive))
@@ -460,7 +460,7 @@ class _Loader:
                     continue
                 files = model_files(directory)
                 if files.trouble:
-                    # Once; of all models on this machine, 'mlxspec models' says it.
+                    # Note it once. With 'all', 'mlxspec models' shows it.
                     if source != ALL and directory not in self.left_out:
                         self.left_out.add(directory)
                         note(f"{one_line(str(directory))} is left out: {files.trouble}")
@@ -482,7 +482,7 @@ class _Loader:
         is_named = entry.path in self.paths
         how = self.named.for_model(entry.path, is_named)
         decoder = how.load(None, self.memories, self.leader, on_read)
-        # With many forwards, which may run beside those of other models.
+        # These run many forwards, which may overlap with those of other models.
         _ = decoder.capability, decoder.joint_mode
         most, owner = self.memory.most_cached, self.keys[0] if len(self.keys) == 1 else ""
         served = ServedModel(entry.name, decoder, how.caches, most, self.template, owner)
@@ -497,10 +497,10 @@ class _Loader:
             entry.served.cache.save(place)
 
     def _place(self, entry: Entry) -> Path | None:
-        """The directory of a model's prefixes, if they are kept."""
+        """The directory of a model's prefixes, if they are kept on disk."""
         if not self.options.cache_dir:
             return None
-        # With a suffix, since a path may be "..".
+        # The suffix is needed because a path may be "..".
         return self.options.cache_dir / f"{quote(entry.path, safe='')}.prefixes"
 
 

@@ -162,7 +162,7 @@ class KeptAnswers:
     Only one thread at a time may use an object; several processes may open the same database.
 
     Attributes:
-        directory: the database's directory, made if missing. None keeps the answers in the
+        directory: the database's directory, created if missing. None keeps the answers in the
             process's memory.
         identity: the tokenizer.
         model: the name or path from which the tokenizer can be loaded again.

@@ -77,9 +77,9 @@ class Memory:
     made in any thread, even by a finaliser that interrupts a method of the memory.
 
     A memory changes only the speed of generations, never their output. If the disk fails, it logs a
-    warning, and remembers answers in the process alone. Several decoders of one
-    tokenizer may share it. Equal answers are remembered once. A full memory drops the answers that
-    were least recently given.
+    warning, and remembers answers only in the process. Several decoders with the same tokenizer may
+    share it. Equal answers are remembered once. A full memory drops the answers that were least
+    recently given.
 
     Args:
         max_tokens: how many tokens to remember, 0 for none. By default KEPT_TOKENS with ``kept``,
@@ -227,7 +227,7 @@ class _MemoryWorker:
         self.hurries = False
         self._answers = answers
         self._max_tokens = max_tokens
-        self._prompts: dict[int, Sequence[int]] = {}  # last tokens, by the rows of new answers
+        self._prompts: dict[int, Sequence[int]] = {}  # their last tokens, by the answers' rows
         self._start_over()
 
     def run(self) -> None:
@@ -244,7 +244,7 @@ class _MemoryWorker:
         try:
             request()
         except (OSError, FileError) as error:
-            _log.warning("%s; answers are remembered until this process ends", error)
+            _log.warning("%s; answers are only remembered until this process ends", error)
             self._answers.close()
             self._answers = KeptAnswers(None, self._answers.identity)
             self._stamp, self._last = self._answers.stamp(), 0

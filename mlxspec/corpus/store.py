@@ -51,7 +51,8 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 def read_texts(files: Iterable[Path], counts: Counter[str]) -> Iterator[str]:
-    """Read texts from files: the models' messages of chat logs (``.jsonl``), all of other files.
+    """Read texts from files: the models' messages from chat logs (``.jsonl``), and other files
+    whole.
 
     Long files are read in pieces of several lines.
 

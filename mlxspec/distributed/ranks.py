@@ -90,7 +90,7 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
                 # With a remainder, the model would run but compute something else.
                 if part not in (before, before / size) and not repeated:
                     raise ValueError(f"{place}: {before} divided by {size}")
-        # The graph of a forward cannot be built if other shapes do not divide.
+        # The graph of a forward cannot be built if other shapes do not fit.
         model(mx.array([[0]]), cache=make_prompt_cache(model))
     except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
         what = "layers" if model.is_pipeline else "key-value heads"

@@ -164,7 +164,7 @@ class AcceptanceModel:
         for rank, (token, matched, newest, agreed) in enumerate(found[:limit]):
             if rank > 0:
                 weights, form, gap = self._lower_ranked, _LOWER_RANKED, _NO_GAP
-            elif len(found) > 1:  # by how many tokens its match is longer than the next one's
+            elif len(found) > 1:  # how many tokens longer its match is than the next one's
                 gap = min(found[0].length - found[1].length, _NO_GAP - 1)
                 weights, form = self._divided, 1
             else:

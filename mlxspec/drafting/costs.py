@@ -106,7 +106,7 @@ class FixedCosts:
         return self.curve(rows)
 
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
-        """Nothing to do: they stay as they are."""
+        """Do nothing: the costs stay as they are."""
 
     def end(self) -> None:
         """Do nothing."""
@@ -531,9 +531,10 @@ class LiveCosts:
         """Do nothing at the end of the generation."""
 
     def _begin_run(self) -> None:
-        """Forget the latest steps: each generation has runs of its own."""
-        self._plain_steps = 0  # in a row
-        # Seconds of the last run of plain steps: the one that waited, and the last pipelined one.
+        """Forget the latest steps: each generation has its own runs."""
+        self._plain_steps = 0  # consecutive
+        # Seconds in the last run of plain steps: of the step that waited, and of the last pipelined
+        # one.
         self._last_waiting: float | None = None
         self._last_pipelined: float | None = None
 

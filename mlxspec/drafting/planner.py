@@ -567,7 +567,7 @@ class _Step:
         curve, plans = self._curve, list[Plan]()
         self._limits: list[Limits] = []
         for planner, depth, weight in zip(self._planners, self._depths, self._weights, strict=True):
-            scale = self._sequences / weight  # a row takes time from all sequences
+            scale = self._sequences / weight  # a row costs all sequences time
             least_p = [scale * cost for cost in curve.cheapest_rows]
             limits = Limits(depth, self._max_nodes, planner.branching, least_p)
             self._limits.append(limits)

@@ -50,7 +50,7 @@ class SuffixSource(Drafter):
     Args:
         token_classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
         experience: the experience of earlier generations, which this one adds to.
-        memory: earlier outputs, to which this one is added at its end.
+        memory: the memory of earlier outputs, to which this one is added when it ends.
         store: texts.
         prediction: the text that the output is expected to follow.
 

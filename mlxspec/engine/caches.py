@@ -276,7 +276,7 @@ class Slots:
     refers to an earlier state.
 
     Args:
-        like: a cache of the layer; it is not put into a slot.
+        like: a cache of the layer, which is not put into a slot.
     """
 
     def __init__(self, like: KVCache) -> None:

@@ -419,7 +419,7 @@ def joint_agrees(model: nn.Module, start: int, noise: float, mode: str) -> bool:
     apart = [
         _context(model, position, prefix) for position, prefix in zip(at, _PREFIXES, strict=True)
     ]
-    # All rows are kept, as if the caches could be cut.
+    # All rows are kept, so it does not matter whether the caches can be cut.
     targets = [Target(model, Capability.CHAIN, cache=copy.deepcopy(own)) for own in apart]
     joint = Joint(model, JointMode(mode))
     recurrent = any(isinstance(part, ArraysCache) for part in parts(apart[0]))

@@ -311,7 +311,7 @@ class ModelSteps:
         self._sequences: list[Sequence] = []
         seed = min(context - 1, _SEED) if _can_be_filled(model) else context - 1
         for _ in range(sequences):
-            # It verifies chains, if the model does.
+            #             # The target verifies chains if the model does.
             target = target_for(model, chain_capability(model))
             drafter = _RandomChains(vocabulary_size(model))
             with mx.stream(generation_stream):

@@ -86,7 +86,7 @@ class DraftModelDrafter(Drafter):
         self._attached = None  # frees the target's caches
 
     def _readable(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens, with 0 for ids in the target's padding that the draft model lacks."""
+        """The tokens, with 0 in place of ids that only the target's padded vocabulary has."""
         size = vocabulary_size(self.model)
         return [token if token < size else 0 for token in tokens]
 

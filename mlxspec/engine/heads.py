@@ -77,7 +77,9 @@ class TrainedHead:
 
     @functools.cached_property
     def experience(self) -> HeadExperience:
-        """What its drafts take, measured at first use, and what they have shown since."""
+        """The time of the head's drafts, measured at first use, and how often they have been
+        right.
+        """
         target = Target(self.model, Capability.CHAIN)
         drafts = HeadDrafts(self, HeadExperience(1, 0, self.head.most))
         drafts.attach(target, lambda logprobs, _: logprobs)

@@ -118,7 +118,7 @@ class Sequence:
         self.drafter.attach(self.target, self.chooser.perturb)
         self.drafter.begin(list(self.prompt))
         self._open = True
-        tokens = self.prompt[self._n_cached : -1]  # the last one runs in the first step
+        tokens = self.prompt[self._n_cached : -1]  # the last token runs in the first step
         chunks = self.target.prefill_in_chunks(tokens, chunk, self.in_mlx_lms_chunks)
         with closing(chunks) as progress:
             while True:
@@ -178,7 +178,7 @@ class Sequence:
         tree = checked_draft(proposed, self.drafter, self.last)
         if len(tree) == 1:
             return tree
-        # First, since the grammar and the target expect ids that the model knows.
+        # First, since the grammar and the target expect ids within the vocabulary.
         tree = tree.pruned(max_depth, vocabulary_size(self.target.model))
         # The rows of lookahead's window are not drafts and need not satisfy the grammar.
         if self.chooser.grammar and WINDOW not in tree.origins:
@@ -558,7 +558,7 @@ class Batch:
         count = len(sequences)
         costs = self._costs_for(next(iter(planners.values())).costs, count)
         costs.move_to(max(sequence.length for sequence in sequences))
-        # The others propose in the step itself; until then, expect what they proposed before.
+        # The others propose in the step itself; expect as many rows as they proposed before.
         others = [sequence for sequence in sequences if sequence not in planners]
         plans = plan_drafts(
             {planner: sequence.max_depth for sequence, planner in planners.items()},
@@ -571,7 +571,7 @@ class Batch:
 
 
 def _planners(sequences: abc.Sequence[Sequence]) -> dict[Sequence, Planner]:
-    """The planners of the sequences that have a working one, whose costs learn."""
+    """The working planners whose costs learn, by sequence."""
     return {
         sequence: planner
         for sequence in sequences

@@ -68,9 +68,9 @@ Progress = Callable[[int, int], None]
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """The number of token ids that a model knows, including those that pad its output layer."""
+    """The size of a model's output layer: the number of token ids, including padding."""
     if getattr(model, "vocabulary_size", None) is None:
-        # The graph is built for its shape and never evaluated.
+        # The graph is built for its shape, but never evaluated.
         logits = model(mx.array([[0]]), cache=make_prompt_cache(model))
         model.vocabulary_size = logits.shape[-1]
     return cast(int, model.vocabulary_size)
@@ -103,13 +103,13 @@ class Target:
 
     Args:
         model: an mlx-lm model.
-        capability: what drafts the model can verify, from :mod:`mlxspec.engine.capability`.
-        options: the memory of the caches.
-        cache: mlx-lm's caches to continue, with what they hold; by default new ones. They are
-            used as they are until the end of the prefill, or :meth:`begin_at`.
-        marks: how many of the last prefills :meth:`rewind` can return to, where the caches cannot
-            be cut to any length. The mark is 16 tokens before a prefill's end, since the next
-            turn of a conversation may differ in the tokens that open the answer.
+        capability: which drafts the model can verify, from :mod:`mlxspec.engine.capability`.
+        options: the limits on the caches.
+        cache: mlx-lm's caches to continue; by default new ones. They are not converted before the
+            end of the prefill, or :meth:`begin_at`.
+        marks: how many of the last prefills :meth:`rewind` can return to, if the caches cannot be
+            cut to any length. The mark is 16 tokens before a prefill's end, since the next turn of
+            a conversation may differ in the tokens that open the answer.
         undoable: how many of the last forwards :meth:`truncate` can undo if states cannot be cut.
 
     Attributes:
@@ -398,7 +398,7 @@ class Target:
         return sys.maxsize
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Put prompt tokens into the caches, ``prefill_step_size`` of the options at a time."""
+        """Put prompt tokens into the caches, in chunks of ``options.prefill_step_size``."""
         for _ in self.prefill_in_chunks(tokens):
             pass
 

@@ -127,7 +127,8 @@ class Auto(Drafting):
         store: a store of texts to draft from.
         extra: makes a further drafter for each generation.
         prediction: token ids that the output is expected to follow.
-        head: a trained head for the decoder's model, which drafts where no text is likely.
+        head: a trained head for the decoder's model, which drafts where text drafts are unlikely to
+            be right.
         learns: whether generations learn from earlier ones even without a memory.
     """
 
@@ -175,7 +176,7 @@ class Auto(Drafting):
         draft_model = extra if isinstance(extra, DraftModelDrafter) else None
         costs: Costs = decoder.costs.for_generation()
         if draft_model:
-            # Its forwards add to the steps' times, which then do not show the cost of rows.
+            # Its forwards add to the steps' times, so these do not show the cost of rows.
             costs = FixedCosts(costs.curve, costs.sync_overhead)
         planner = Planner(
             costs,

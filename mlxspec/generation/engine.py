@@ -36,8 +36,8 @@ class Engine:
 
     Args:
         decoder: the model and its tokenizer.
-        max_active: the most requests that run at once, paused ones not counted. Others wait. With
-            1, each has forwards of its own.
+        max_active: the most requests that run at once, not counting paused ones. Others wait. With
+            1, each has its own forwards.
         stall: how many seconds decoding requests may wait for others' prompts between two steps.
             The speed of earlier chunks decides the size of the next one, except for prompts whose
             result depends on their chunks (the decoder's ``chunks_matter``). ``math.inf`` is for

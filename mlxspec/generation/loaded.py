@@ -51,7 +51,7 @@ class LoadedModel:
         self.step_times = StepTimes()
         """The wall times of this decoder's steps, by their number of rows."""
         self.wrap_drafter: Callable[[Drafter], Drafter] | None = None
-        """Wraps the drafter of each generation, to watch it; None wraps nothing."""
+        """Wraps the drafter of each generation, to observe it; None wraps nothing."""
         self._measuring = threading.Lock()
         self._on_measuring = on_measuring
 

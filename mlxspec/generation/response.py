@@ -30,8 +30,8 @@ class SpeculationStats:
         drafted: draft tokens proposed.
         accepted: draft tokens accepted and emitted.
         emitted: tokens emitted, bonus tokens included.
-        cost: the time of the steps by the measured costs of rows, in steps without drafts, so
-            other work of the machine does not count; not a number if a cost is unknown.
+        cost: the time of the steps according to the measured costs of rows, in steps without
+            drafts, so that other load on the machine does not count; NaN if a cost is unknown.
     """
 
     steps: int = 0
@@ -39,7 +39,7 @@ class SpeculationStats:
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
-    cost: float = field(default=0.0, compare=False)  # it rests on clocks
+    cost: float = field(default=0.0, compare=False)  # it depends on clocks
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
         """The sums of both."""

@@ -66,7 +66,7 @@ def local_path(name: str | os.PathLike[str]) -> Path:
 
 
 def absolute_name(name: str) -> str:
-    """A model's name that is valid in every directory: an existing path becomes absolute."""
+    """A model's name, valid from every directory: an existing path becomes absolute."""
     path = local_path(name)
     return os.path.abspath(path) if name != DEMO and path.exists() else name
 

@@ -406,7 +406,7 @@ class ApiAnswer(ABC):
         return all(choice.end for choice in self.choices)
 
     def feed(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Take events; returns the chunks that a streamed answer sends for them."""
+        """Take events; return the chunks that a stream sends for them."""
         chunks: list[dict[str, Any]] = []
         for index, group in groupby(events, key=lambda event: event.index):
             choice, happened = self.choices[index], [*group]
@@ -421,7 +421,7 @@ class ApiAnswer(ABC):
         return chunks
 
     def begin(self) -> list[dict[str, Any]]:
-        """The chunks that a streamed answer sends before any event."""
+        """The chunks that a stream sends before any event."""
         return []
 
     def choice_begun(self, event: Begun) -> list[dict[str, Any]]:

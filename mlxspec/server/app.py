@@ -499,7 +499,7 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
 
 
 def _curve(served: ServedModel) -> list[list[float]] | None:
-    """Pairs of rows and the time of a step relative to one row; None if not measured."""
+    """Pairs of a number of rows and T(rows)/T(1); None if not measured."""
     if not served.decoder.drafting.plans:
         return None
     curve = served.decoder.costs.curve

@@ -96,11 +96,11 @@ class Catalog:
 
     Attributes:
         worker: runs the models.
-        load: loads a model, without running more than a few forwards; called in any thread. It
-            raises :class:`MlxspecError` if that is impossible.
+        load: loads a model, running at most a few forwards; called in any thread. It raises
+            :class:`MlxspecError` if the model cannot be loaded.
         at_start: the models that are always in the catalog.
-        find: finds the others; called in any thread.
-        save: saves what a model has learned; no request uses it any more.
+        find: finds other models; called in any thread.
+        save: saves what a model has learned, once no request uses it any more.
         default: the name of the model for requests without one; by default the first entry's.
         log: called in any thread with a record of each load and unload.
         clock: returns the time in seconds.
@@ -154,7 +154,7 @@ class Catalog:
         """Find models that were added on disk, and forget those that were removed."""
         if self.clock() - self._looked >= _LOOK:
             self._looked = self.clock()
-            # The start would have reported it; files may also vanish during the look.
+            # The start has reported lasting errors; files may also vanish during the scan.
             with suppress(MlxspecError, OSError):
                 self._add(await asyncio.to_thread(self.find))
 
@@ -396,7 +396,7 @@ class Catalog:
         try:
             self.worker.call(self.worker.leave, entry.served).result()
             self.save(entry)
-        except Exception as error:  # a load may wait for the room, which is free all the same
+        except Exception as error:  # a load may wait for the room, which is free in any case
             if not self._ending:
                 _log.error("the model %s could not be closed", entry.name, exc_info=error)
         entry.served = None

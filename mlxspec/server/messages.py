@@ -278,6 +278,6 @@ def _usage(event: Begun | Ended, output: int = 0, thinking: int = 0) -> dict[str
 
 
 def messages_headers(model: str) -> dict[str, str]:
-    """The response's headers: a request id, and the own name of the model that answers."""
-    # Headers may only have Latin-1 characters, and clients disagree beyond ASCII.
+    """The response's headers: a request id, and the real name of the model that answers."""
+    # Headers allow only Latin-1, and clients disagree about anything beyond ASCII.
     return {"request-id": new_request_id(), "x-mlxspec-model": quote(model, safe=" /:@+,=")}

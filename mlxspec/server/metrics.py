@@ -96,7 +96,8 @@ class Metrics:
         Args:
             step: the sequence's step.
             seconds: the wall time of the step.
-            cost: its time in steps without drafts, by the measured costs; None if unknown.
+            cost: its time according to the measured costs, in steps without drafts; None if
+                unknown.
         """
         self._generated.inc(len(step.tokens))
         # Each sequence counts its share of the forward.

@@ -270,7 +270,7 @@ class PrefixCache:
         return best, length, moves
 
     def _shares_nothing(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt must run as a whole, since its result depends on its chunks."""
+        """Whether a prompt must run from its beginning, since its result depends on its chunks."""
         return self.chunks_matter(len(prompt) - 1, self._caches)
 
     def _alike(self, entry: _Entry, length: int) -> bool:
@@ -304,7 +304,7 @@ class PrefixCache:
 
     @cached_property
     def _caches(self) -> list[Any]:
-        """Empty caches, as every prompt begins with."""
+        """Empty caches, with which every prompt begins."""
         return make_prompt_cache(self.model, self.options.max_kv_size)
 
     # --- on disk ---
@@ -369,7 +369,7 @@ class PrefixCache:
             OSError: it does not exist.
         """
         if not (trusted := is_ours_alone(path)):
-            _log.warning("%s: ignored, since others may write to it; remove it", path)
+            _log.warning("%s: ignored, since other users may write to it; remove it", path)
         return trusted
 
     def _read(self, path: Path) -> _Entry | None:
@@ -390,7 +390,7 @@ class PrefixCache:
     @cached_property
     def _fingerprint(self) -> str:
         """A digest that distinguishes models, fine-tuned ones included, and cache options."""
-        options = asdict(self.options)  # with the step size, which decides what is quantised
+        options = asdict(self.options)  # the step size, too: it affects what is quantised
         versions = [version("mlx"), version("mlx-lm")]
         described = json.dumps([_FORMAT, model_identity(self.model)["digest"], options, versions])
         digest = hashlib.sha256(described.encode())

@@ -420,7 +420,7 @@ class ApiBody(SamplingBody):
 
     @property
     def continued(self) -> bool:
-        """Whether the answer continues the last message, which is the assistant's."""
+        """Whether the answer continues the last message, a message of the assistant."""
         last, asked = self.conversation[-1], self.continues and self.continue_final_message
         return asked and last["role"] == "assistant" and "tool_calls" not in last
 

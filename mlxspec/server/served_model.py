@@ -96,7 +96,7 @@ class CacheMemory:
 
     @cached_property
     def weights(self) -> int:
-        """The bytes of all weights, a trained head's and a draft model's included."""
+        """The bytes of all weights, including those of a trained head and a draft model."""
         modules = [self.model, *([self._trained.head] if self._trained else ())]
         arrays = [array for module in modules for _, array in tree_flatten(module.parameters())]
         own = sum(array.nbytes for array in {id(array): array for array in arrays}.values())
@@ -162,9 +162,9 @@ class ServedModel:
         caches: the cache options of all requests.
         most_cached: the most bytes of the prefix cache's idle entries.
         template_arguments: default arguments of the chat template, overridden by a request's.
-        owner: the partition that uses the decoder's own memory. The others have memories of their
-            own, in the process only.
-        memory: what its weights, caches and forwards take.
+        owner: the partition that uses the decoder's own memory of answers. The others have separate
+            ones, which are not kept on disk.
+        memory: the memory needs of its weights, caches and forwards.
         cache: the prefix cache.
     """
 

@@ -455,7 +455,7 @@ class Worker(EngineThread):
         """
         decoder, least = served.decoder, served.memory.needs(1)
         if decoder.drafting.plans:
-            _ = decoder.costs  # measured now, if they are unknown
+            _ = decoder.costs  # measures them if they are unknown
         warm_up = Engine(decoder)
         for prompt in ([1, 1], [1, 1, 1]):
             warm_up.add(Request(decoder, prompt, 8, {}, NoDraft))

@@ -354,11 +354,11 @@ class Chat:
 
 
 def answer_line(last: GenerationResponse, max_tokens: int) -> str:
-    """The figures of one answer, and why it was cut if it was.
+    """The figures of one answer, and the reason if it was cut.
 
     Args:
         last: the answer's last response.
-        max_tokens: the most tokens that it could have.
+        max_tokens: the most tokens that it was allowed.
     """
     figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
     if last.stats.gain:
@@ -444,7 +444,7 @@ class LocalModel:
     """A model in this process, used for a chat.
 
     Attributes:
-        first: which model to use first, and how to draft.
+        first: the model to use first, and how to draft.
         load: loads the model of a generation.
         template_arguments: variables for the model's chat template.
         name: the model's name, as the user gave it.

@@ -238,8 +238,8 @@ class Generation:
 
         Args:
             model: its name.
-            is_named: whether the options were given for this model. Adapters, a head, a draft model
-                and a store are not for others.
+            is_named: whether the options were given for this model. Other models do not get
+                adapters, head, draft model and store.
         """
         if is_named:
             return replace(self, model=model)

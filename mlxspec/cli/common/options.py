@@ -85,14 +85,14 @@ _NEEDS = {
     "--frequency-context-size": ("--frequency-penalty",),
     **dict.fromkeys(("--kv-group-size", "--quantized-kv-start"), ("--kv-bits",)),
 }
-"""Options that have no effect without one of others, in commands that have these."""
+"""Options that have no effect without one of the listed options, in commands that have those."""
 
 
 def _check_needs(ctx: click.Context) -> None:
     """Refuse options that have no effect.
 
     Raises:
-        OptionError: an option is given without those that it needs.
+        OptionError: an option is given without the ones that it needs.
     """
     values = {name: ctx.params.get(one.name) for one in ctx.command.params for name in one.opts}
     for one in ctx.command.params:
