@@ -25,7 +25,7 @@ def run(module: str, command: str, name: str) -> None:
     Args:
         module: the module with the command.
         command: the command's name in the module.
-        name: what the user calls it.
+        name: the command's name on the command line.
     """
     open_standard_streams()
     usual = signal.getsignal(signal.SIGINT)

@@ -217,7 +217,7 @@ class Hindsight(Drafter):
         return max((0, *right), key=lambda node: rates.get(node, 1.0))
 
 
-# # --- the policies ---
+# --- the policies ---
 
 NewDrafter = Callable[[Sequence[int]], Drafter]
 """Makes the drafter for an output; only hindsight reads the output."""

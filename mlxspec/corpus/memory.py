@@ -78,14 +78,14 @@ class Memory:
 
     A memory changes only the speed of generations, never their output. If the disk fails, it logs a
     warning, and remembers answers only in the process. Several decoders with the same tokenizer may
-    share it. Equal answers are remembered once. A full memory drops the answers that were least
-    recently given.
+    share it. Equal answers are remembered once. A full memory drops the answers that were given
+    longest ago.
 
     Args:
         max_tokens: how many tokens to remember, 0 for none. By default KEPT_TOKENS with ``kept``,
             and MAX_TOKENS without.
-        kept: the database that keeps the answers; the memory closes it. Without it they end with
-            the process.
+        kept: the database that keeps the answers; the memory closes it. Without it, they are lost
+            when the process ends.
 
     Attributes:
         kept: as passed; do not call its methods.

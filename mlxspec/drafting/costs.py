@@ -121,7 +121,7 @@ _MACHINE_VARIANCE = 0.3**2  # the machine's speed may change between measurement
 _DRAFTED_VARIANCE = 0.14**2  # real drafts must be proposed, and have other tokens
 _OWN_SHARE = 0.5  # of a measured time's variance; drafted steps share the rest
 _UNSEEN_VARIANCE = 0.11**2  # of a number of rows between two measured ones
-# # Of changes from step to step:
+# Of changes from step to step:
 _MACHINE_CHANGE = 0.008**2
 _DRAFTED_CHANGE = 0.002**2
 _ROWS_CHANGE = 0.002**2
@@ -492,7 +492,7 @@ class LiveCosts:
     Concurrent generations each have their own :meth:`for_generation`, and learn together.
 
     Args:
-        known: measured times, as :class:`LiveTimes` takes them.
+        known: measured times, as for :class:`LiveTimes`.
     """
 
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
@@ -586,9 +586,9 @@ class LiveCosts:
 
         Args:
             rows: its rows.
-            seconds: its wall time; of a pipelined one of a single sequence, what it would be
-                without drafter.
-            pipelined: whether its forward had been dispatched during the step before.
+            seconds: its wall time; for a pipelined step of a single sequence, the time without the
+                drafter's.
+            pipelined: whether its forward was dispatched during the previous step.
         """
         with self._lock:
             self._record(rows, seconds, pipelined)

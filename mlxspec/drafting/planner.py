@@ -507,8 +507,8 @@ def plan_drafts(
     Args:
         planners: the planners of the sequences, in the middle of a generation, each with the
             greatest depth of its draft.
-        costs: the costs of steps of all sequences: one row is a plain step of all of them, and
-            each draft token adds one.
+        costs: the costs of steps of all sequences: one row stands for a plain step of all, and each
+            draft token adds a row.
         sequences: the number of sequences that share the step, including those without a planner.
         rows_taken: rows that the step has in any case, besides one per sequence.
         patient: whether sequences may be delayed by others, if all together gain.

@@ -235,8 +235,8 @@ def calibrate(
         plan: which steps, and for how long; see :data:`mlxspec.drafting.measurement.QUICK`.
         context: tokens before the first step. If the model's context is too short for all steps,
             they run for one round only.
-        sequences: how many share each step, every one with a context of its own. One row stands for
-            a plain step of all, and each further row is a draft row.
+        sequences: how many share each step, each with its own context. One row stands for a plain
+            step of all, and each further row is a draft row.
         name: the model's name as the user gave it.
         on_progress: called with the fraction of the steps that is done, 0 to 1.
 
@@ -311,7 +311,7 @@ class ModelSteps:
         self._sequences: list[Sequence] = []
         seed = min(context - 1, _SEED) if _can_be_filled(model) else context - 1
         for _ in range(sequences):
-            #             # The target verifies chains if the model does.
+            # The target verifies chains if the model does.
             target = target_for(model, chain_capability(model))
             drafter = _RandomChains(vocabulary_size(model))
             with mx.stream(generation_stream):

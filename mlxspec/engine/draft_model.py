@@ -65,7 +65,7 @@ class DraftModelDrafter(Drafter):
 
     def propose(self, max_depth: int) -> DraftTree:
         count = min(max_depth, self.num_draft_tokens)
-        #         # Lazy: all tokens are read at once, after the last forward has been dispatched.
+        # Lazy: all tokens are read at once, after the last forward has been dispatched.
         drafted: list[mx.array] = []
         if count > 0:
             rows = mx.array(self._readable(self._context[self._target.length :]))

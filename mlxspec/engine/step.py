@@ -459,9 +459,9 @@ class Batch:
 
     Args:
         model: an mlx-lm model.
-        mode: the model's, from :func:`mlxspec.engine.capability.joint_mode`. With ``ALONE``, each
-            sequence has a forward of its own in every step.
-        patient: whether a sequence may wait for others' drafts as long as all gain together.
+        mode: the model's mode, from :func:`mlxspec.engine.capability.joint_mode`. With ``ALONE``,
+            each sequence has its own forward in every step.
+        patient: whether a sequence may be delayed by others' drafts, if all together gain.
         spare: as for :class:`.joint.Joint`.
     """
 

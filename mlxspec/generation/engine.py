@@ -40,9 +40,9 @@ class Engine:
             1, each has its own forwards.
         stall: how many seconds decoding requests may wait for others' prompts between two steps.
             The speed of earlier chunks decides the size of the next one, except for prompts whose
-            result depends on their chunks (the decoder's ``chunks_matter``). ``math.inf`` is for
-            batches, in which only the total time counts: prompts run first, and requests wait for
-            others' drafts.
+            result depends on their chunks (see the decoder's ``chunks_matter``). Use ``math.inf``
+            for batches, where only the total time counts: prompts run first, and others' drafts may
+            delay a request.
         max_unread: a request with this many unread responses is paused until :meth:`has_read`
             has counted most of them; None never pauses.
         spare: as for :class:`.engine.joint.Joint`.

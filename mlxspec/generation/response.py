@@ -29,7 +29,7 @@ class SpeculationStats:
         rows: positions computed by those forwards: in each step, the current token and its draft.
         drafted: draft tokens proposed.
         accepted: draft tokens accepted and emitted.
-        emitted: tokens emitted, bonus tokens included.
+        emitted: tokens emitted, including bonus tokens.
         cost: the time of the steps according to the measured costs of rows, in steps without
             drafts, so that other load on the machine does not count; NaN if a cost is unknown.
     """

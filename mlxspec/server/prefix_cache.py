@@ -89,8 +89,8 @@ class PrefixCache:
         model: an mlx-lm model.
         max_bytes: the most memory of idle entries. The least recently used are evicted first.
         options: the cache options, which all generations share.
-        chunks_matter: the decoder's method of that name, which says which prompts share nothing.
-            By default all prompts share.
+        chunks_matter: the decoder's method of that name, which says which prompts cannot share a
+            prefix. By default, all can.
         hits: how many prompts matched a cached prefix.
         misses: how many prompts did not.
         forks: how many of the hits were copies.

@@ -438,7 +438,7 @@ def test_a_full_disk_leaves_the_old_state_and_one_line(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    assert "answers are remembered until this process ends" in troubles.pop()
+    assert "answers are only remembered until this process ends" in troubles.pop()
     found = all_texts(tmp_path)
     assert all(answer in found for answer in answers)
     assert all(text in answers or text in new for text in found)
