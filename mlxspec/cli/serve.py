@@ -320,7 +320,7 @@ def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
             strict_model_names=options.strict_model_names,
             on_refusal=lambda path, error: log(refusal_record(path, error)),
         )
-        _serve(app, listening, catalog, options.grace, loader.leader)
+        _serve(app, listening, catalog, loader)
         # After an error nothing is saved, since the worker may still be using the prefixes.
         catalog.close()
         worker.stop()
@@ -576,21 +576,15 @@ def _about(host: str, listening: socket.socket, catalog: Catalog, with_key: bool
 _LAST_ERRORS = 2.0  # seconds for clients to take the error if a rank is gone
 
 
-def _serve(
-    app: Any,
-    listening: socket.socket,
-    catalog: Catalog,
-    grace: float,
-    leader: Leader | None,
-) -> None:
-    """Answer requests until Ctrl-C or SIGTERM; give running ones ``grace`` seconds to end.
+def _serve(app: Any, listening: socket.socket, catalog: Catalog, loader: _Loader) -> None:
+    """Answer requests until Ctrl-C or SIGTERM; give running ones ``--grace`` seconds to end.
 
     The loss of a rank ends them at once, with an error.
     """
     from ..server.body import ApiError
     from ..server.connections import HttpServer
 
-    worker, ended = catalog.worker, threading.Event()
+    worker, ended, grace = catalog.worker, threading.Event(), loader.options.grace
 
     def on_exit() -> None:
         if worker.requests or any(entry.waiting for entry in catalog.entries):
@@ -603,8 +597,8 @@ def _serve(
         server.should_exit = True
         ended.wait(_LAST_ERRORS)
 
-    if leader:
-        leader.channel.on_loss = on_loss
+    if loader.leader:
+        loader.leader.channel.on_loss = on_loss
     # Nothing that is loaded now becomes garbage. Without this, each full collection would scan it,
     # and delay every request by 100 ms.
     gc.freeze()

@@ -391,11 +391,6 @@ class Worker(EngineThread):
         queues = cast(dict[str, ModelQueue], self.engines.copy())
         return {name: queue.served for name, queue in queues.items()}
 
-    @property
-    def ready(self) -> bool:
-        """Whether requests are answered."""
-        return not self.ending
-
     def stop(self) -> None:
         """End all generations and the thread, and wait for its end."""
         self.end(ApiError("the server is ending", status=503))
