@@ -41,19 +41,9 @@ from .openai import (
     detokenized,
     parse_tokenize,
 )
-from .prompts import (
-    Prompt,
-    chat_prompt,
-    completion_prompts,
-    text_ids,
-)
+from .prompts import Prompt, chat_prompt, completion_prompts, text_ids
 from .requests import ApiBody, check_ids
-from .responses import (
-    ResponsesAnswer,
-    ResponsesBody,
-    ResponseStore,
-    parse_responses,
-)
+from .responses import ResponsesAnswer, ResponsesBody, ResponseStore, parse_responses
 from .served_model import ServedModel
 from .worker import ServedRequest, Worker
 
