@@ -180,8 +180,7 @@ def answer(
         result.step_times, result.prompt_tokens = decoder.step_times.table(), len(tokens)
         if printer:
             printer.finish()
-            panel = figures_panel(result, printer.color, decoder.predicted_cost)
-            console.print("", panel, sep="\n")
+            console.print("", figures_panel(result, printer.color), sep="\n")
         else:
             write_json(result_report(result, model))
         generation.note_if_full(decoder.model, result.finish_reason, len(result.tokens))
@@ -193,16 +192,15 @@ def answer(
         sys.exit(INTERRUPTED)
 
 
-def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float = 0.0) -> Panel:
+def figures_panel(result: GenerationResult, legend: bool) -> Panel:
     """The figures of a generation, and a legend for the two colours.
 
     Args:
         result: what was generated.
         legend: whether to add the legend.
-        predicted_cost: the cost of the steps, in plain steps; 0 if unknown.
     """
     figures = Figures()
-    figures.add(result, len(result.tokens), predicted_cost)
+    figures.add(result, len(result.tokens))
     meaning = f"{colored('■ accepted draft', True)}  {colored('■ target’s own', False)}"
     return figures.panel(
         subtitle="interrupted" if result.finish_reason == "interrupted" else None,

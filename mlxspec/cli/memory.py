@@ -119,8 +119,9 @@ def memory_command() -> None:
       mlxspec memory forget --matching "Jane Doe"
       mlxspec memory export > answers.jsonl
 
-    Once the memory is on, generate, chat, serve and run keep the models' answers and draft from
-    them. Prompts are not kept. The answers never leave this machine, and only you can read them.
+    Once the memory is on, generate, chat, serve, explain and run keep the models' answers and draft
+    from them. Prompts are not kept. The answers never leave this machine, and only you can read
+    them.
 
     Whether it is on or off, mlxspec learns from each output which drafts are right. It keeps a few
     kilobytes of weights for each model, and no text.

@@ -237,8 +237,6 @@ class PromptAnswers:
         self, names: dict[str, Any], number: int, request: Request, result: GenerationResult
     ) -> None:
         """Make the result from what was generated, or from the error that ended it."""
-        self.figures.plain_cost += request.plain_seconds
-        self.figures.cost += request.decode_seconds
         if request.error:
             self._fail(names, number, request.error)
             return

@@ -366,7 +366,9 @@ class Endpoints:
     ) -> list[ServedRequest]:
         """The requests for a prompt's choices."""
         tokens = tuple(prompt.tokens)  # all choices share it
-        check_ids(tokens, served.decoder.vocab_size, body.param)
+        sent = {"logit_bias": body.logit_bias, "stop_token_ids": body.stop_token_ids}
+        for param, ids in {body.param: tokens, **sent}.items():
+            check_ids(ids, served.decoder.vocab_size, param)
         if not tokens:
             raise ApiError(f"{body.param} has no tokens: send a text.", param=body.param)
         length = len(tokens) + (body.max_tokens or 1)
@@ -488,7 +490,7 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
 
 def _curve(served: ServedModel) -> list[list[float]] | None:
     """Pairs of rows and the time of a step relative to one row; None if not measured."""
-    if not served.decoder.plans:
+    if not served.decoder.drafting.plans:
         return None
     curve = served.decoder.costs.curve
     return [[rows, curve(rows)] for rows in range(1, _WIDEST + 1)]

@@ -211,7 +211,8 @@ class ResponsesBody(ApiBody):
             return asked, None
         known = self.known_tools.items()
         names = [flat for flat, tool in known if asked.name in (tool.name, flat)]
-        return "function", next(iter(names), asked.name)  # an unknown name is refused
+        unknown = asked.type if asked.name == "-" else asked.name  # which is refused
+        return "function", next(iter(names), unknown)
 
     def repeated(self) -> dict[str, Any]:
         """The fields that the response repeats, with the values in force."""

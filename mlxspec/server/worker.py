@@ -162,7 +162,6 @@ class ServedRequest(Request):
 
     def figures(self) -> dict[str, Any]:
         """The request's state and figures, as JSON."""
-        plain, seconds = self.plain_seconds, self.decode_seconds
         figures = {
             "number": self.number,
             "model": self.served.name,
@@ -174,8 +173,7 @@ class ServedRequest(Request):
             "max_tokens": self.max_tokens,
             "first_token": self.first_token - self.asked if self.first_token else None,
             "tokens_per_step": self.stats.tokens_per_step or None,
-            # The speed of its steps relative to plain ones.
-            "gain": plain / seconds if plain and seconds else None,
+            "gain": self.stats.gain,
             "seconds": time.perf_counter() - self.asked,
         }
         return {k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items()}
@@ -185,9 +183,9 @@ class ServedRequest(Request):
         self.session = self.lease = self.served.cache.lend(self.prompt, self.partition, make_room)
         super().start()
 
-    def on_step(self, step: VerifiedStep, seconds: float, plain_seconds: float | None) -> None:
-        super().on_step(step, seconds, plain_seconds)
-        self.stream.worker.metrics.add_step(step, seconds, plain_seconds)
+    def on_step(self, step: VerifiedStep, seconds: float, cost: float | None) -> None:
+        super().on_step(step, seconds, cost)
+        self.stream.worker.metrics.add_step(step, seconds, cost)
 
     def _send(self, response: GenerationResponse) -> None:
         """Turn a response into events."""
@@ -449,7 +447,7 @@ class Worker(EngineThread):
             ApiError: 413, not even a request of one token fits into memory beside it.
         """
         decoder, least = served.decoder, served.memory.needs(1)
-        if decoder.plans:
+        if decoder.drafting.plans:
             _ = decoder.costs  # measured now, if they are unknown
         warm_up = Engine(decoder)
         for prompt in ([1, 1], [1, 1, 1]):

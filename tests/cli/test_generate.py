@@ -386,7 +386,8 @@ def test_plain_decoding_has_no_acceptance_rate():
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_what_was_gained_is_told_where_steps_were_measured(width: int):
-    panel = "\n".join(lines(figures_panel(RESULT, False, predicted_cost=2000.0), width))
+    gained = replace(RESULT, stats=replace(RESULT.stats, cost=2000.0))
+    panel = "\n".join(lines(figures_panel(gained, False), width))
     assert re.search(r"against plain +1\.50× +estimated", panel)
     assert "against plain" not in "\n".join(lines(figures_panel(RESULT, False), width))
 

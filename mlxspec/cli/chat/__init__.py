@@ -224,10 +224,9 @@ class Chat:
         if last is None or last.finish_reason is None:
             self.say("The answer was stopped; /retry begins another.")
             return
-        cost = self.model.predicted_cost
-        self._figures.add(last, last.generation_tokens, cost)
+        self._figures.add(last, last.generation_tokens)
         if self.interactive:
-            self.say(answer_line(last, cost, self.generation.max_tokens))
+            self.say(answer_line(last, self.generation.max_tokens))
 
     def _fitting_prompt(self) -> list[int]:
         """The conversation's tokens.
@@ -353,17 +352,16 @@ class Chat:
         raise EOFError
 
 
-def answer_line(last: GenerationResponse, predicted_cost: float, max_tokens: int) -> str:
+def answer_line(last: GenerationResponse, max_tokens: int) -> str:
     """The figures of one answer, and why it was cut if it was.
 
     Args:
         last: the answer's last response.
-        predicted_cost: the cost of its steps, in plain steps; 0 if unknown.
         max_tokens: the most tokens that it could have.
     """
     figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
-    if predicted_cost:
-        figures.append(f"{last.stats.emitted / predicted_cost:.1f}× plain")
+    if last.stats.gain:
+        figures.append(f"{last.stats.gain:.1f}× plain")
     figures += [
         f"{last.stats.tokens_per_step:.2f} per step",
         f"{last.reused_tokens:,} of {last.prompt_tokens:,} prompt tokens reused",
@@ -463,11 +461,6 @@ class LocalModel:
 
     def __post_init__(self) -> None:
         self._use(model_or_default(self.first.model))
-
-    @property
-    def predicted_cost(self) -> float:
-        """The cost of the last answer's steps, in plain steps; 0 if unknown."""
-        return self.decoder.predicted_cost
 
     def tokenize(self, messages: Messages) -> list[int]:
         """The tokens of a conversation in the model's chat template.

@@ -302,7 +302,7 @@ class Generation:
         decoder.keeps_experience = memories.keeps
         if draft_model is not None:
             check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
-        if bar and decoder.plans:
+        if bar and drafts_from.plans:
             with bar:
                 _ = decoder.costs  # a trained head is attached and measured before
         return decoder
