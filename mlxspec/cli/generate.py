@@ -19,7 +19,7 @@ from ..errors import PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .common.generation import Generation, generation_options
-from .common.model_choice import model_or_default, note_if_demo
+from .common.model_choice import model_option, model_or_default, note_if_demo
 from .common.notes import silence_notes
 from .common.options import COUNT, NAME, check_one, color_option, command, option, options_of
 from .common.output import (
@@ -30,7 +30,7 @@ from .common.output import (
     result_report,
     write_json,
 )
-from .common.prompt import PromptOptions, model_option, prompt_argument
+from .common.prompt import PromptOptions, prompt_argument
 from .memory import Memories
 
 if TYPE_CHECKING:
@@ -120,14 +120,13 @@ def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -
     sources = *vars(options["prompt"]).values(), prompts
     if launched_rank() is not None and "-" in sources:
         raise PromptError("-: mlx.launch does not pass on the end of standard input; name a file")
-    if prompts is not None:
-        from .prompt_files import answer_prompts
-
-        with leading() as leader:
-            answer_prompts(prompts, concurrency, leader=leader, **options)
-    else:
-        with leading() as leader:
+    with leading() as leader:
+        if prompts is None:
             answer(leader=leader, **options)
+        else:
+            from .prompt_files import answer_prompts
+
+            answer_prompts(prompts, concurrency, leader=leader, **options)
 
 
 def answer(

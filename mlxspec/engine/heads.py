@@ -24,7 +24,7 @@ from ..errors import LoadError
 from ..models.heads import Head
 from ..models.heads.blocks import DFlash
 from ..models.heads.loading import LEFT_OUT
-from ..models.model_files import one_line
+from ..terminal import one_line
 from .caches import SlotKVCache, TreeKVCache, WindowKVCache
 from .head_cache import HeadCache
 from .hidden import HiddenStates

@@ -143,7 +143,7 @@ class ServedRequest(Request):
         partition: str = "",
     ) -> None:
         decoder = served.decoder
-        given = cast(GenerationOptions, {**served.options, **options})
+        given = cast(GenerationOptions, {**vars(served.caches), **options})
         super().__init__(
             *(decoder, prompt, max_tokens, given),
             partial(served.make_drafter, prediction, partition),

@@ -188,7 +188,12 @@ def json_text(report: dict[str, Any], indent: int | None = None) -> str:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """How to show a report: as tables or as one JSON object, and optionally as a page."""
+    """How to show a report: as tables or as one JSON object, and optionally as a page.
+
+    Raises:
+        OptionError: the page's name does not end in ``.html``.
+        FileError: the page cannot be written.
+    """
 
     html: Path | None = option_field(  # noqa: RUF009
         "--html FILE", "Also write the report as an HTML page, FILE.html."
@@ -197,13 +202,7 @@ class ReportOptions:
         "--json", "Write one JSON object instead of tables.", default=False
     )
 
-    def check(self) -> None:
-        """Check before the work that the page can be written.
-
-        Raises:
-            OptionError: its name does not end in ``.html``.
-            FileError: it cannot be written.
-        """
+    def __post_init__(self) -> None:
         if self.html:
             if self.html.suffix != ".html":
                 raise OptionError(f"--html {self.html}: choose a name *.html")
