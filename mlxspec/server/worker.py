@@ -183,7 +183,7 @@ class ServedRequest(Request):
         self.session = self.lease = self.served.cache.lend(self.prompt, self.partition, make_room)
         super().start()
 
-    def on_step(self, step: VerifiedStep, seconds: float, cost: float | None) -> None:
+    def on_step(self, step: VerifiedStep, seconds: float, cost: float) -> None:
         super().on_step(step, seconds, cost)
         self.stream.worker.metrics.add_step(step, seconds, cost)
 
