@@ -107,7 +107,6 @@ class ServedRequest(Request):
         prompt: token ids.
         max_tokens: the most tokens to generate.
         options: as for :meth:`mlxspec.Decoder.stream`.
-        index: the choice's index, which its events have.
         prediction: token ids that the client expects as output.
         top_logprobs: how many of the likeliest tokens its events have; None for no
             log-probabilities.
@@ -118,6 +117,7 @@ class ServedRequest(Request):
 
     Attributes:
         number: the request's number in this process.
+        index: the choice's index, which its events have.
         stream: the stream of its events.
         session: the session that the prefix cache has lent to it.
         asked: when it arrived, by ``time.perf_counter``.
@@ -128,6 +128,7 @@ class ServedRequest(Request):
     """
 
     stream: EventStream
+    index: int
     session: Session | None = None
 
     def __init__(
@@ -137,7 +138,6 @@ class ServedRequest(Request):
         max_tokens: int,
         options: GenerationOptions,
         *,
-        index: int = 0,
         prediction: Sequence[int] = (),
         top_logprobs: int | None = None,
         partition: str = "",
@@ -152,7 +152,6 @@ class ServedRequest(Request):
         self.at_end = self._end
         self.number = next(_numbers)
         self.served = served
-        self.index = index
         self.top_logprobs = top_logprobs
         self.partition = partition
         self.asked = time.perf_counter()
@@ -184,7 +183,7 @@ class ServedRequest(Request):
         self.session = self.lease = self.served.cache.lend(self.prompt, self.partition, make_room)
         super().start()
 
-    def on_step(self, step: VerifiedStep, seconds: float, cost: float | None) -> None:
+    def on_step(self, step: VerifiedStep, seconds: float, cost: float) -> None:
         super().on_step(step, seconds, cost)
         self.stream.worker.metrics.add_step(step, seconds, cost)
 
@@ -247,8 +246,8 @@ class EventStream(RequestStream):
         super().__init__()
         self.worker = worker
         self.requests = requests
-        for request in requests:
-            request.stream = self
+        for index, request in enumerate(requests):
+            request.stream, request.index = self, index
 
     async def events(self, keep_alive: float) -> AsyncGenerator[list[Event], None]:
         """Yield the events in batches, until all generations have ended.
@@ -389,11 +388,6 @@ class Worker(EngineThread):
         """The models that are ready, by name."""
         queues = cast(dict[str, ModelQueue], self.engines.copy())
         return {name: queue.served for name, queue in queues.items()}
-
-    @property
-    def ready(self) -> bool:
-        """Whether requests are answered."""
-        return not self.ending
 
     def stop(self) -> None:
         """End all generations and the thread, and wait until it has ended."""
