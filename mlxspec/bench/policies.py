@@ -236,7 +236,7 @@ def _from_text(new: Callable[[], Drafter]) -> ReplayPolicy:
 
 
 def planned(memory_tokens: int = 0, other: Callable[[], Drafter] | None = None) -> ReplayPolicy:
-    """The default decoder with a memory of as many tokens, and with another drafter if given.
+    """The default decoder with a memory, and with another drafter if given.
 
     Args:
         memory_tokens: 0 for no memory.

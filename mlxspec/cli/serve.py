@@ -394,13 +394,13 @@ class _Loader:
 
     Attributes:
         names: those of the start; None is the default model.
-        named: how to load those of the start.
+        named: the options for the models loaded at the start.
         options: the server's.
         template: default arguments of the chat template.
         keys: the valid API keys; with several, each has its own memory of answers.
         leader: splits the models over its ranks; None for one process.
         memories: hold the earlier answers to draft from.
-        paths: what the models of the start are loaded from.
+        paths: the paths of the models loaded at the start.
     """
 
     names: Sequence[str | None]
@@ -411,7 +411,7 @@ class _Loader:
     leader: Leader | None
 
     def __post_init__(self) -> None:
-        # With several keys, kept answers would show others what has been written.
+        # With several keys, drafts from kept answers could show users what others have written.
         self.memories = Memories(not self.named.drafting.no_memory and len(self.keys) < 2)
         self.paths = [*dict.fromkeys(map(model_or_default, self.names))]
         self._left_out: set[Path] = set()
@@ -424,7 +424,7 @@ class _Loader:
         return ServerMemory(self.options.memory, self.options.cache_bytes)
 
     def entries(self) -> list[Entry]:
-        """The models to load at the start, which stay, unless --keep-alive is given."""
+        """The models to load at the start, which stay loaded unless --keep-alive is given."""
         from ..models.model_files import given_name
         from ..server.catalog import Entry
 
@@ -453,7 +453,7 @@ class _Loader:
                     continue
                 files = model_files(directory)
                 if files.trouble:
-                    # Once; of all models on this machine, 'mlxspec models' says it.
+                    # Note it once. With 'all', 'mlxspec models' shows it.
                     if source != ALL and directory not in self._left_out:
                         self._left_out.add(directory)
                         note(f"{one_line(str(directory))} is left out: {files.trouble}")
@@ -600,8 +600,8 @@ def _serve(app: Any, listening: socket.socket, catalog: Catalog, loader: _Loader
 
     if loader.leader:
         loader.leader.channel.on_loss = on_loss
-    # Nothing that is loaded now becomes garbage. Without this, each full collection would scan it,
-    # and delay every request by 100 ms.
+    # Objects that exist now never become garbage. Without this, each full collection would scan
+    # them, and delay every request by 100 ms.
     gc.freeze()
     with suppress(KeyboardInterrupt):  # uvicorn raises it again after its shutdown
         server.run(sockets=[listening])

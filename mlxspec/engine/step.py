@@ -527,7 +527,7 @@ class Batch:
         context's length or prompts in between, which slow both kinds of step.
 
         Returns:
-            not a number if the drafts' costs are not measured, as with a draft model.
+            NaN if the cost of drafting is not measured, as with a draft model.
         """
         planner = sequence.drafter
         if not isinstance(planner, Planner) or not isinstance(planner.costs, LiveCosts):

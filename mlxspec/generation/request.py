@@ -294,7 +294,7 @@ class Request:
         Args:
             step: this request's part of the step.
             seconds: the wall time of the whole step.
-            cost: the step's time in steps without drafts, or not a number.
+            cost: the step's time in steps without drafts; NaN if unknown.
         """
         self.decoder.step_times.record(step.rows, step.seconds, step.pipelined)
         self.stats += SpeculationStats(

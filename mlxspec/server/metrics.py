@@ -93,7 +93,7 @@ class Metrics:
         Args:
             step: the sequence's step.
             seconds: the wall time of the step.
-            cost: its time in steps without drafts, by the measured costs, or not a number.
+            cost: its time according to the measured costs, in steps without drafts; NaN if unknown.
         """
         self._generated.inc(len(step.tokens))
         # Each sequence counts its share of the forward.

@@ -117,7 +117,7 @@ class ServedRequest(Request):
 
     Attributes:
         number: the request's number in this process.
-        index: the choice's index, which its events have.
+        index: the choice's index, which its events carry.
         stream: the stream of its events.
         session: the session that the prefix cache has lent to it.
         asked: when it arrived, by ``time.perf_counter``.
