@@ -393,7 +393,7 @@ class _Loader:
     """Loads a server's models: at its start, and as requests need them.
 
     Attributes:
-        names: those of the start; None is the default model.
+        names: the models to load at the start; None is the default.
         named: the options for the models loaded at the start.
         options: the server's.
         template: default arguments of the chat template.
