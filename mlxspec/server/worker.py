@@ -252,13 +252,13 @@ class EventStream(RequestStream):
         for request in requests:
             request.stream = self
 
-    async def events(self, keep_alive: float) -> AsyncGenerator[list[Event], None]:
+    async def events(self, patience: float) -> AsyncGenerator[list[Event], None]:
         """Yield the events in batches, until all generations have ended.
 
         Leaving the loop early ends the generations.
 
         Args:
-            keep_alive: seconds without an event before an empty list is yielded.
+            patience: seconds without an event before an empty list is yielded.
 
         Raises:
             ApiError: a generation has failed; the others are ended.
@@ -267,7 +267,7 @@ class EventStream(RequestStream):
         try:
             while left:
                 try:
-                    async with asyncio.timeout(keep_alive):
+                    async with asyncio.timeout(patience):
                         request, batch = await self.batches.get()
                 except TimeoutError:
                     yield []
