@@ -44,7 +44,7 @@ def probability(logit: float) -> float:
 _NOTHING = repeat(0.0)  # the weights of features that were never seen
 
 
-# The kinds of tokens; some are easier to predict than others.
+# The classes of tokens; some are easier to predict than others.
 WORD_START, CONTINUATION, PUNCTUATION, DIGIT, BYTE_OR_NEWLINE, SPECIAL = range(6)
 SPACED_PUNCTUATION, UNKNOWN = 6, 7
 _N_CLASSES = 8
@@ -59,7 +59,7 @@ def token_classes(pieces: Iterable[str], special: Container[int]) -> bytes:
         special: the ids of control tokens.
 
     Returns:
-        the kind of each token id.
+        the class of each token id.
     """
     return bytes(
         SPECIAL if token in special else _class_of(piece) for token, piece in enumerate(pieces)
@@ -121,7 +121,7 @@ class AcceptanceModel:
     for the others. They were fitted on replayed outputs and are in ``p_accept_prior.json``.
 
     Args:
-        classes: the kind of each token id; tokens beyond the end are UNKNOWN.
+        classes: the class of each token id; tokens beyond the end are UNKNOWN.
         earlier: whether the texts are earlier ones instead of the context.
     """
 

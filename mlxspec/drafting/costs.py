@@ -104,7 +104,7 @@ class FixedCosts:
         """The time of a step, in plain steps, since no clock was read."""
         return self.curve(rows)
 
-    def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
+    def record(self, rows: int, seconds: float, pipelined: bool, head_time: float = 0.0) -> None:
         """Nothing to do: they stay as they are."""
 
     def end(self) -> None:
@@ -574,7 +574,7 @@ class LiveCosts:
         """
         return self._live.stddev > _MOST_STDDEV
 
-    def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
+    def record(self, rows: int, seconds: float, pipelined: bool, head_time: float = 0.0) -> None:
         """Learn from a step.
 
         Plain steps show T(1) only in the middle of a pipeline. The first one waits for its token
@@ -586,10 +586,10 @@ class LiveCosts:
             seconds: its wall time; of a pipelined one of a single sequence, what it would be
                 without drafter.
             pipelined: whether its forward had been dispatched during the step before.
-            head: what a trained head took before it, in plain steps; not part of ``seconds``.
+            head_time: what a trained head took before it, in plain steps; not part of ``seconds``.
         """
         with self._lock:
-            self.predicted += self.curve(rows) + head
+            self.predicted += self.curve(rows) + head_time
             self._record(rows, seconds, pipelined)
             self._live.ran(rows)
 

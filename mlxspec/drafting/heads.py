@@ -24,8 +24,9 @@ _MOST_SURPRISE = 4.0  # factor by which one time may differ from what was expect
 
 
 class HeadExperience:
-    """What drafts of a head take, by their depth and the sequences that share them, and how often
-    they are right.
+    """How often a head's drafts are right, and what they take.
+
+    The time depends on their depth and on the sequences that share them.
 
     Args:
         first: the seconds of a draft of one token for one sequence.

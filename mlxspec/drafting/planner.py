@@ -237,7 +237,7 @@ class Plan(NamedTuple):
             nothing is drafted.
         joint: the costs of steps of several sequences; None for a step of the sequence alone.
         charge: the part of a joint step's time that the sequence's guard pays, in plain steps.
-        head: what trained heads have taken before the step, in plain steps.
+        head_time: what trained heads have taken before the step, in plain steps.
         head_seconds: the same by the clock.
         fault: the error raised while planning.
     """
@@ -248,7 +248,7 @@ class Plan(NamedTuple):
     pipelined: bool = True
     joint: Costs | None = None
     charge: float = 1.0
-    head: float = 0.0
+    head_time: float = 0.0
     head_seconds: float = 0.0
     fault: Exception | None = None
 
@@ -349,7 +349,7 @@ class Planner(Drafter):
     @property
     def head_time(self) -> float:
         """What trained heads have taken before the last step, in plain steps."""
-        return self._plan.head
+        return self._plan.head_time
 
     def propose(self, max_depth: int) -> DraftTree:
         try:
@@ -433,14 +433,14 @@ class Planner(Drafter):
         # A step that is planned alone may share a forward that was dispatched before.
         if not plan.joint and step.sequences == 1:
             seconds = step.seconds - spent - plan.head_seconds
-            self.costs.record(step.rows, seconds, step.pipelined, plan.head)
+            self.costs.record(step.rows, seconds, step.pipelined, plan.head_time)
         if plan.joint:
             drafted = step.rows - step.sequences
             cost = costs.hopeful(1 + drafted)
             charge = plan.charge if drafted or not plan.n_draft else 1.0
         else:  # as corrected by this step, since the plan's costs were optimistic
             cost = costs.curve(len(step.tree))
-        cost += plan.head
+        cost += plan.head_time
         probing = costs.wants_plain_steps
         self.policy.settle(step, cost, gain=plan.gain, probing=probing, charge=charge)
         for source in self._sources:
@@ -522,7 +522,7 @@ def plan_drafts(
     return [
         plan._replace(
             n_draft=shares[index],
-            gain=part * gain - plan.head,
+            gain=part * gain - plan.head_time,
             pipelined=pipelined,
             joint=costs if sequences > 1 else None,
             charge=plan.charge + part * step.more_time(n_draft),
@@ -618,7 +618,7 @@ class _Step:
         drafts = members[0].run(members, depth)
         seconds = time.perf_counter() - started
         taken = self._time_of_heads(depth, members)
-        plans = [plan._replace(head=taken, head_seconds=seconds) for plan in plans]
+        plans = [plan._replace(head_time=taken, head_seconds=seconds) for plan in plans]
         for (index, head), draft in zip(heads.items(), drafts, strict=True):
             text, tree = plans[index].candidates, head.drafted(*draft)
             assert text
@@ -670,19 +670,20 @@ class _Step:
         """The time that ``n_draft`` nodes add to a plain step, over all sequences together."""
         return self._sequences * (self._table[n_draft + 1] / self._table[1] - 1)
 
-    def choose(self, head: float = 0.0) -> tuple[float, int]:
+    def choose(self, head_time: float = 0.0) -> tuple[float, int]:
         """The greatest allowed gain, in tokens, and its number of nodes.
 
         Args:
-            head: what heads would have to take for it first, in plain steps.
+            head_time: what heads would have to take for it first, in plain steps.
         """
         policies = self._policies
         # A sequence that has just joined does not know whether a forward was dispatched.
-        restart = head + self._costs.sync_overhead * any(policy.ahead for policy in policies)
+        restart = head_time + self._costs.sync_overhead * any(policy.ahead for policy in policies)
         banks = [policy.bank for policy in policies]
 
         def allows(gain: float, n_draft: int) -> bool:
-            shares, more = self.shares(n_draft), self.more_time(n_draft) + self._sequences * head
+            shares = self.shares(n_draft)
+            more = self.more_time(n_draft) + self._sequences * head_time
             drafts = [self._drafting[index].p_by_depth(own) for index, own in shares.items()]
             if expected_shortfall(1 + more, *drafts) > allowed_shortfall(banks, gain):
                 return False
@@ -700,8 +701,10 @@ class _Step:
         )
 
     def is_pipelined(self, plans: Sequence[Plan]) -> bool:
-        """Whether a step without drafts need not wait for its tokens: drafts after them would gain
-        no more than the wait costs."""
+        """Whether a step without drafts need not wait for its tokens.
+
+        It need not if drafts after these tokens would gain no more than the wait costs.
+        """
         # The others do not wait for a probe of one sequence.
         if not self._drafting or (self._sequences > 1 and self._costs.wants_plain_steps):
             return True

@@ -6,14 +6,11 @@ A :class:`Sequence` is one generation, :func:`joint_step` runs a step of one or 
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter, abc, deque
+from collections import abc
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
-from statistics import median
 from typing import TypeVar, cast
 
 import mlx.core as mx
@@ -534,7 +531,8 @@ class Batch:
             rows = 1 + together[0].rows - len(sequences)
             plan = next(iter(plans.values()), NO_PLAN)
             seconds = time.perf_counter() - started - plan.head_seconds
-            self._planned(partial(costs.record, rows, seconds, together[0].pipelined, plan.head))
+            known = rows, seconds, together[0].pipelined, plan.head_time
+            self._planned(lambda: costs.record(*known))
         return outcomes
 
     def cost(self, sequence: Sequence, step: VerifiedStep) -> float | None:
@@ -593,60 +591,3 @@ def _planners(sequences: abc.Sequence[Sequence]) -> dict[Sequence, Planner]:
         for sequence in sequences
         if isinstance(sequence.drafter, Planner) and not sequence.drafter.failed
     }
-
-
-# --- step times ---
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """The measured T(rows).
-
-    Attributes:
-        rows: rows per forward.
-        pipelined: whether the forward was dispatched during the step before, as in plain
-            decoding; such a step has one row.
-        steps: how many such steps ran.
-        seconds: median wall time of the recent ones.
-        cost: the verify cost T(rows) / T(1), where T(1) is pipelined if such a step has run; None
-            until a step of one row has run.
-    """
-
-    rows: int
-    pipelined: bool
-    steps: int
-    seconds: float
-    cost: float | None
-
-
-_KEPT = 64  # recent steps per number of rows: enough for a median, few enough to show a hot chip
-
-
-class StepTimes:
-    """T(rows): the wall time of whole steps by their number of rows.
-
-    A whole step consists of proposing, forward, reading, acceptance and cache commit. The times
-    hold for one model on one machine in one data type. Threads may record concurrently.
-    """
-
-    def __init__(self) -> None:
-        self._recent: dict[tuple[int, bool], deque[float]] = {}
-        self._steps: Counter[tuple[int, bool]] = Counter()
-        self._lock = threading.Lock()
-
-    def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
-        """Add the wall time of one step."""
-        with self._lock:
-            self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
-            self._steps[rows, pipelined] += 1
-
-    def table(self) -> list[StepTime]:
-        """One entry per kind of step that has run, fewest rows first."""
-        with self._lock:
-            seconds = {kind: median(recent) for kind, recent in self._recent.items()}
-            steps = self._steps.copy()
-        one_row = seconds.get((1, True)) or seconds.get((1, False))
-        return [
-            StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
-            for kind, time in sorted(seconds.items())
-        ]
