@@ -28,11 +28,11 @@ _Result = TypeVar("_Result")
 
 
 class RequestStream:
-    """What a thread sends of some requests to the asyncio task that creates this.
+    """A queue from an :class:`EngineThread` to the asyncio task that creates it.
 
     Attributes:
         loop: the task's event loop.
-        batches: the requests with what the thread has sent of each in one turn, in order.
+        batches: pairs of a request and what the thread has sent for it in one turn, in order.
     """
 
     def __init__(self) -> None:
