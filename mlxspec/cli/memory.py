@@ -73,6 +73,7 @@ class Memories(ExitStack):
         """
         from ..corpus.answers import KeptAnswers, identify, memory_directory
         from ..corpus.memory import Memory
+        from ..models.model_files import absolute_name
 
         if not self._settings.keeps_some:  # identifying a tokenizer takes a tenth of a second
             return None
@@ -81,11 +82,11 @@ class Memories(ExitStack):
             return None
         if identity.fingerprint not in self._memories:
             try:
-                kept = KeptAnswers(memory_directory(), identity, _absolute(model))
+                kept = KeptAnswers(memory_directory(), identity, absolute_name(model))
             except FileError as error:
                 note(f"{error}; answers are remembered only until this command ends")
                 return None
-            memory = Memory(most, kept=kept, on_trouble=note)
+            memory = Memory(most, kept=kept)
             self._memories[identity.fingerprint] = memory
             self.push(lambda kind, *_: memory.close(patience=0 if kind else None))
         return self._memories[identity.fingerprint]
@@ -106,14 +107,6 @@ class Memories(ExitStack):
                 )
 
 
-def _absolute(model: str) -> str:
-    """A model's name that is valid in every directory."""
-    from ..models.model_files import DEMO, local_path
-
-    is_there = model != DEMO and local_path(model).exists()
-    return os.path.abspath(local_path(model)) if is_there else model
-
-
 @group("memory", short_help="Keep answers between runs, to draft from.")
 def memory_command() -> None:
     """Keep answers between runs and draft from them; show, forget or export them.
@@ -126,8 +119,9 @@ def memory_command() -> None:
       mlxspec memory forget --matching "Jane Doe"
       mlxspec memory export > answers.jsonl
 
-    Once the memory is on, generate, chat, serve and run keep the models' answers and draft from
-    them. Prompts are not kept. The answers never leave this machine, and only you can read them.
+    Once the memory is on, generate, chat, serve, explain and run keep the models' answers and draft
+    from them. Prompts are not kept. The answers never leave this machine, and only you can read
+    them.
 
     Whether it is on or off, mlxspec learns from each output which drafts are right. It keeps a few
     kilobytes of weights for each model, and no text.

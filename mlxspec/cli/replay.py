@@ -119,7 +119,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
       mlxspec replay chats.jsonl --tokenizer my_model --decoder auto,hindsight
       mlxspec replay chats.jsonl --tokenizer my_model --chip all --concurrency 4
       mlxspec replay chats.jsonl --tokenizer my_model --memory 16k,1M,all
-      mlxspec replay chats.jsonl --head-curve .76,.60,.50,.41@0.08
+      mlxspec replay chats.jsonl --tokenizer my_model --head-curve .76,.60@0.08
 
     A line of TRACES is an object with "messages", as in OpenAI-style chat logs. It may have
     "category", "model" and "completions", the indices of the messages to replay.
@@ -130,7 +130,6 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
 
     policies = _policies(asked)
     chips = _chips(asked.chips, asked.curve)
-    shows.check()
     tokenizer = load_tokenizer_of(asked.tokenizer)
     completions = read_completions(traces, tokenizer, asked.limit)
     curves = {name: chip.curve for name, chip in chips.items()}

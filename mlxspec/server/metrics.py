@@ -88,20 +88,19 @@ class Metrics:
         self._prompt.inc(prompt_tokens)
         self._cached.inc(cached_tokens)
 
-    def add_step(self, step: VerifiedStep, seconds: float, plain_seconds: float | None) -> None:
+    def add_step(self, step: VerifiedStep, seconds: float, cost: float | None) -> None:
         """Record a sequence's part in a step.
 
         Args:
             step: the sequence's step.
             seconds: the wall time of the step.
-            plain_seconds: the time that its tokens would have taken without drafts; None if
-                unknown.
+            cost: its time in steps without drafts, by the measured costs; None if unknown.
         """
         self._generated.inc(len(step.tokens))
         # Each sequence adds its share of the forward.
         self._sum(generated=len(step.tokens), steps=1, forwards=1 / step.sequences)
-        if plain_seconds is not None:
-            self._sum(seconds=seconds, plain_seconds=plain_seconds)
+        if cost:  # other load slows plain steps, too
+            self._sum(seconds=seconds, plain_seconds=seconds * len(step.tokens) / cost)
         origins = step.tree.node_origins
         drafted = Count(origins[1 : len(step.tree)])
         accepted = Count(origins[node] for node in step.accepted if node < len(origins))

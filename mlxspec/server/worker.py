@@ -143,7 +143,7 @@ class ServedRequest(Request):
         partition: str = "",
     ) -> None:
         decoder = served.decoder
-        given = cast(GenerationOptions, {**served.options, **options})
+        given = cast(GenerationOptions, {**vars(served.caches), **options})
         super().__init__(
             *(decoder, prompt, max_tokens, given),
             partial(served.make_drafter, prediction, partition),
@@ -163,7 +163,6 @@ class ServedRequest(Request):
 
     def figures(self) -> dict[str, Any]:
         """The request's state and figures, as JSON."""
-        plain, seconds = self.plain_seconds, self.decode_seconds
         figures = {
             "number": self.number,
             "model": self.served.name,
@@ -175,8 +174,7 @@ class ServedRequest(Request):
             "max_tokens": self.max_tokens,
             "first_token": self.first_token - self.asked if self.first_token else None,
             "tokens_per_step": self.stats.tokens_per_step or None,
-            # The speed of its steps relative to plain ones.
-            "gain": plain / seconds if plain and seconds else None,
+            "gain": self.stats.gain,
             "seconds": time.perf_counter() - self.asked,
         }
         return {k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items()}
@@ -186,9 +184,9 @@ class ServedRequest(Request):
         self.session = self.lease = self.served.cache.lend(self.prompt, self.partition, make_room)
         super().start()
 
-    def on_step(self, step: VerifiedStep, seconds: float, plain_seconds: float | None) -> None:
-        super().on_step(step, seconds, plain_seconds)
-        self.stream.worker.metrics.add_step(step, seconds, plain_seconds)
+    def on_step(self, step: VerifiedStep, seconds: float, cost: float | None) -> None:
+        super().on_step(step, seconds, cost)
+        self.stream.worker.metrics.add_step(step, seconds, cost)
 
     def _send(self, response: GenerationResponse) -> None:
         """Turn a response into events."""
@@ -455,7 +453,7 @@ class Worker(EngineThread):
             ApiError: 413, not even a request of one token fits into memory beside it.
         """
         decoder, least = served.decoder, served.memory.needs(1)
-        if decoder.plans:
+        if decoder.drafting.plans:
             _ = decoder.costs  # measured now, if they are unknown
         warm_up = Engine(decoder)
         for prompt in ([1, 1], [1, 1, 1]):

@@ -22,8 +22,7 @@ from mlxspec.server.app import create_app
 from mlxspec.server.body import ApiError
 from mlxspec.server.catalog import Catalog, Entry
 from mlxspec.server.memory import ServerMemory
-from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import CacheMemory, ServedModel
+from mlxspec.server.served_model import ServedModel
 from mlxspec.server.worker import Worker
 from tests.support.demo import FLAT, given_costs, stand_in
 from tests.support.llamas import repetitive_llama
@@ -79,7 +78,7 @@ def _served(name: str, model: nn.Module) -> ServedModel:
     for known in ("capability", "chain_capability", "joint_mode"):
         setattr(decoder, known, getattr(stand_in(), known))
     decoder.costs = given_costs(FLAT)
-    return ServedModel(name, decoder, PrefixCache(model, 1 << 28), CacheMemory(model))
+    return ServedModel(name, decoder)
 
 
 class Server:
