@@ -42,8 +42,10 @@ _COLUMN = Field(min_length=1, max_length=WIDEST)
 
 
 class _Part(BaseModel):
-    """A part of a report. Fields that are not named here are dropped: nothing unforeseen is sent
-    or filed."""
+    """A part of a report.
+
+    Fields that are not named here are dropped, so nothing unforeseen is sent or filed.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 

@@ -75,9 +75,9 @@ class Memory:
     made in any thread, even by a finaliser that interrupts a method of the memory.
 
     A memory changes only the speed of generations, never their output. If the disk fails, it logs a
-    warning, and remembers answers in the process alone. Several decoders of one
-    tokenizer may share it. Equal answers are remembered once. A full memory drops the answers that
-    were least recently given.
+    warning, and remembers answers in the process alone. Several decoders of one tokenizer may share
+    it. Equal answers are remembered once. A full memory drops the answers that were least recently
+    given.
 
     Args:
         max_tokens: how many tokens to remember, 0 for none. By default KEPT_TOKENS with ``kept``,

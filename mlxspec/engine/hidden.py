@@ -113,10 +113,10 @@ def _copied_along(model: nn.Module, path: str) -> nn.Module:
 
 
 def _override(module: nn.Module, instead: Callable[..., Any]) -> None:
-    """Redirect calls of a module that only this copy of a model has to a function.
+    """Redirect a module's calls to a function.
 
     Args:
-        module: stays an instance of its class.
+        module: of this copy of a model alone; stays an instance of its class.
         instead: called with what the module would have called, and its arguments.
     """
     kind: Any = type(module)

@@ -200,7 +200,7 @@ def split_attention(model: nn.Module, least_keys: int | None) -> None:
 
 
 def split_from(model: Callable[..., mx.array]) -> int | None:
-    """From how many keys on a model's attention is split; None if it never is."""
+    """The number of keys from which a model's attention is split; None if it never is."""
     return getattr(model, "attention_is_split_from", None)
 
 

@@ -41,7 +41,7 @@ class RequestStream:
 
 
 class EngineThread:
-    """Runs engines in a thread of its own, which take turns.
+    """Runs engines, which take turns, in a thread of its own.
 
     Other threads communicate with it in two ways only: :meth:`call` puts a command into a queue,
     and after each turn the thread hands what was sent to the event loops that wait for it. It
