@@ -363,8 +363,6 @@ class Endpoints:
         for prompt in prompts:
             choices = await self._choices(served, body, prompt, prediction, request.state.partition)
             requests += choices
-        for index, one in enumerate(requests):
-            one.index = index
         stream = self._worker.submit(served, requests)
         return await answered(request, stream, answer, body.stream, self.keep_alive)
 

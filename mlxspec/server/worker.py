@@ -107,7 +107,6 @@ class ServedRequest(Request):
         prompt: token ids.
         max_tokens: the most tokens to generate.
         options: as for :meth:`mlxspec.Decoder.stream`.
-        index: the choice's index, which its events have.
         prediction: token ids that the client expects as output.
         top_logprobs: how many of the likeliest tokens its events have; None for no
             log-probabilities.
@@ -119,6 +118,7 @@ class ServedRequest(Request):
     Attributes:
         number: the request's number in this process.
         stream: the stream of its events.
+        index: the choice's index, which its events have.
         session: what the prefix cache has lent to it.
         asked: when it arrived, by ``time.perf_counter``.
         first_token: when its first token was generated.
@@ -128,6 +128,7 @@ class ServedRequest(Request):
     """
 
     stream: EventStream
+    index: int
     session: Session | None = None
 
     def __init__(
@@ -137,7 +138,6 @@ class ServedRequest(Request):
         max_tokens: int,
         options: GenerationOptions,
         *,
-        index: int = 0,
         prediction: Sequence[int] = (),
         top_logprobs: int | None = None,
         partition: str = "",
@@ -152,7 +152,6 @@ class ServedRequest(Request):
         self.at_end = self._end
         self.number = next(_numbers)
         self.served = served
-        self.index = index
         self.top_logprobs = top_logprobs
         self.partition = partition
         self.asked = time.perf_counter()
@@ -240,15 +239,15 @@ class EventStream(RequestStream):
 
     Args:
         worker: the worker that runs the requests.
-        requests: one request for each choice.
+        requests: one request for each choice, in order.
     """
 
     def __init__(self, worker: Worker, requests: Sequence[ServedRequest]) -> None:
         super().__init__()
         self.worker = worker
         self.requests = requests
-        for request in requests:
-            request.stream = self
+        for index, request in enumerate(requests):
+            request.stream, request.index = self, index
 
     async def events(self, patience: float) -> AsyncGenerator[list[Event], None]:
         """Yield the events in batches, until all generations have ended.
