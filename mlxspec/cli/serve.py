@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -270,35 +270,21 @@ def serve_command(
             )
         keys, hosts = checked(models, options, drafting, os.environ.get(API_KEY, ""))
         names = models or (() if options.available else (None,))
-        template = chat_template_config or {}
-        _run(names, named, options, template, keys, hosts, error_console(color), leader)
+        loader = _Loader(names, named, options, chat_template_config or {}, keys, leader)
+        _run(loader, hosts, error_console(color))
 
 
-def _run(
-    names: Sequence[str | None],
-    named: Generation,
-    options: ServeOptions,
-    template: Mapping[str, Any],
-    keys: list[str],
-    hosts: set[str] | None,
-    console: Console,
-    leader: Leader | None = None,
-) -> None:
-    """Load the models of these names, and serve them until Ctrl-C or SIGTERM.
-
-    With a ``leader``, they are split over its ranks.
-    """
+def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
+    """Load the models, and serve them until Ctrl-C or SIGTERM."""
+    options = loader.options
     give_back_large_blocks()
     with ExitStack() as serving:
         listening = serving.enter_context(_listening(options.host, options.port))
         from ..server.app import create_app
         from ..server.catalog import Catalog
-        from ..server.memory import ServerMemory
         from ..server.worker import Worker
 
-        # With several keys, kept answers would show others what has been written.
-        keeps = not named.drafting.no_memory and len(keys) < 2
-        memories = serving.enter_context(Memories(keeps))
+        serving.enter_context(loader.memories)
         if options.cache_dir:
             serving.callback(os.close, _locked(options.cache_dir))
         quiet, color = options.quiet, not console.no_color
@@ -308,10 +294,9 @@ def _run(
             queued=options.queue,
             stall=options.stall,
             on_end=lambda request: log(end_record(request)),
-            memory=ServerMemory(options.memory, options.cache_bytes),
+            memory=loader.memory,
         )
-        loader = _Loader(named, options, memories, worker.memory, template, keys, leader)
-        entries = loader.entries(names)
+        entries = loader.entries()
         found = loader.find, loader.save
         default = None if entries else default_model()
         catalog = Catalog(worker, loader.load, entries, *found, default=default, log=log)
@@ -321,21 +306,21 @@ def _run(
         serving.callback(worker.stop)
         serving.callback(catalog.close)
         catalog.start()
-        if names:
-            note_if_demo(names[0])
+        if loader.names:
+            note_if_demo(loader.names[0])
         if not options.quiet:
-            console.print(_about(options.host, listening, catalog, bool(keys)))
+            console.print(_about(options.host, listening, catalog, bool(loader.keys)))
         if not (options.quiet or options.log_json):
-            memories.suggest_once()
+            loader.memories.suggest_once()
         app = create_app(
             catalog,
             max_tokens=options.max_tokens,
             hosts=hosts,
-            keys=keys,
+            keys=loader.keys,
             strict_model_names=options.strict_model_names,
             on_refusal=lambda path, error: log(refusal_record(path, error)),
         )
-        _serve(app, listening, catalog, options.grace, leader)
+        _serve(app, listening, catalog, loader)
         # After an error nothing is saved, since the worker may still be using the prefixes.
         catalog.close()
         worker.stop()
@@ -408,33 +393,41 @@ class _Loader:
     """Loads a server's models: at its start, and as requests need them.
 
     Attributes:
+        names: those of the start; None is the default model.
         named: how to load those of the start.
         options: the server's.
-        memories: hold the earlier answers to draft from.
-        memory: the memory of the server.
         template: default arguments of the chat template.
         keys: the valid API keys; an only one's requests use the decoders' own memories.
         leader: splits the models over its ranks; None for one process.
-        paths: what those of the start are loaded from.
-        left_out: directories of models that cannot be run, which have been reported.
+        memories: hold the earlier answers to draft from.
+        paths: what the models of the start are loaded from.
     """
 
+    names: Sequence[str | None]
     named: Generation
     options: ServeOptions
-    memories: Memories
-    memory: ServerMemory
     template: Mapping[str, Any]
-    keys: Sequence[str] = ()
-    leader: Leader | None = None
-    paths: list[str] = field(default_factory=list)
-    left_out: set[Path] = field(default_factory=set)
+    keys: Sequence[str]
+    leader: Leader | None
 
-    def entries(self, names: Sequence[str | None]) -> list[Entry]:
+    def __post_init__(self) -> None:
+        # With several keys, kept answers would show others what has been written.
+        self.memories = Memories(not self.named.drafting.no_memory and len(self.keys) < 2)
+        self.paths = [*dict.fromkeys(map(model_or_default, self.names))]
+        self._left_out: set[Path] = set()
+
+    @cached_property
+    def memory(self) -> ServerMemory:
+        """The memory of the server."""
+        from ..server.memory import ServerMemory
+
+        return ServerMemory(self.options.memory, self.options.cache_bytes)
+
+    def entries(self) -> list[Entry]:
         """The models to load at the start, which stay, unless --keep-alive is given."""
         from ..models.model_files import given_name
         from ..server.catalog import Entry
 
-        self.paths = [*dict.fromkeys(map(model_or_default, names))]
         given = [given_name(path) for path in self.paths]
         entries = []
         for name, path in zip(given, self.paths, strict=True):
@@ -461,8 +454,8 @@ class _Loader:
                 files = model_files(directory)
                 if files.trouble:
                     # Once; of all models on this machine, 'mlxspec models' says it.
-                    if source != ALL and directory not in self.left_out:
-                        self.left_out.add(directory)
+                    if source != ALL and directory not in self._left_out:
+                        self._left_out.add(directory)
                         note(f"{one_line(str(directory))} is left out: {files.trouble}")
                     continue
                 entries[name] = Entry(
@@ -583,21 +576,15 @@ def _about(host: str, listening: socket.socket, catalog: Catalog, with_key: bool
 _LAST_ERRORS = 2.0  # seconds for clients to take the error if a rank is gone
 
 
-def _serve(
-    app: Any,
-    listening: socket.socket,
-    catalog: Catalog,
-    grace: float,
-    leader: Leader | None,
-) -> None:
-    """Answer requests until Ctrl-C or SIGTERM; give running ones ``grace`` seconds to end.
+def _serve(app: Any, listening: socket.socket, catalog: Catalog, loader: _Loader) -> None:
+    """Answer requests until Ctrl-C or SIGTERM; give running ones ``--grace`` seconds to end.
 
     The loss of a rank ends them at once, with an error.
     """
     from ..server.body import ApiError
     from ..server.connections import HttpServer
 
-    worker, ended = catalog.worker, threading.Event()
+    worker, ended, grace = catalog.worker, threading.Event(), loader.options.grace
 
     def on_exit() -> None:
         if worker.requests or any(entry.waiting for entry in catalog.entries):
@@ -610,8 +597,8 @@ def _serve(
         server.should_exit = True
         ended.wait(_LAST_ERRORS)
 
-    if leader:
-        leader.channel.on_loss = on_loss
+    if loader.leader:
+        loader.leader.channel.on_loss = on_loss
     # Nothing that is loaded now becomes garbage. Without this, each full collection would scan it,
     # and delay every request by 100 ms.
     gc.freeze()

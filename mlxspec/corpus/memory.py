@@ -29,13 +29,7 @@ import numpy as np
 
 from ..errors import FileError, OptionError
 from ..files import replaced
-from .answers import (
-    INDEX_FORMAT,
-    KEPT_TOKENS,
-    KeptAnswers,
-    TokenizerIdentity,
-    identify,
-)
+from .answers import INDEX_FORMAT, KEPT_TOKENS, KeptAnswers, TokenizerIdentity, identify
 from .suffix_index import (
     EXCERPT_TOKENS,
     MAX_VOCABULARY,

@@ -6,6 +6,7 @@ A :class:`Sequence` is one generation, :func:`joint_step` runs a step of one or 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import abc
 from collections.abc import Callable, Generator, Iterable
@@ -463,11 +464,7 @@ class Batch:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        mode: JointMode,
-        patient: bool = False,
-        spare: int | None = None,
+        self, model: nn.Module, mode: JointMode, patient: bool = False, spare: int | None = None
     ) -> None:
         self._patient = patient
         self._joint = None if mode is JointMode.ALONE else joint_for(model, mode, spare)
@@ -520,30 +517,28 @@ class Batch:
             self._planned(partial(costs.record, rows, seconds, together[0].pipelined))
         return outcomes
 
-    def cost(self, sequence: Sequence, step: VerifiedStep) -> float | None:
+    def cost(self, sequence: Sequence, step: VerifiedStep) -> float:
         """The time of a sequence's step by the measured costs, in steps without drafts.
 
         It is 1 for a step without a draft. As a ratio it does not depend on other programs, the
         context's length or prompts in between, which slow both kinds of step.
 
         Returns:
-            None if the drafts' costs are not measured, as with a draft model.
+            not a number if the drafts' costs are not measured, as with a draft model.
         """
         planner = sequence.drafter
         if not isinstance(planner, Planner) or not isinstance(planner.costs, LiveCosts):
-            return None
+            return math.nan
         own, count = planner.costs, step.sequences
         rows = 1 + step.rows - count
-
-        def cost() -> float:
-            costs = own if count == 1 else self._costs_for(own, count)
-            return costs.curve(rows) + planner.head_time
-
-        return self._planned(cost)
+        cost = self._planned(lambda: self._costs_for(own, count).curve(rows) + planner.head_time)
+        return cost or math.nan
 
     def _costs_for(self, own: Costs, count: int) -> LiveCosts:
-        """The costs of joint steps of ``count`` sequences; ``own`` are those of one."""
+        """The costs of steps of ``count`` sequences; ``own`` are those of one."""
         assert isinstance(own, LiveCosts)
+        if count == 1:
+            return own
         if count not in self._costs_of:
             self._costs_of[count] = own.for_sequences(count)
         return self._costs_of[count]

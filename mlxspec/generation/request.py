@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import sys
 import threading
 import time
@@ -286,13 +285,13 @@ class Request:
         if self.report_progress:
             self.report_progress(done, total)
 
-    def on_step(self, step: VerifiedStep, seconds: float, cost: float | None) -> None:
+    def on_step(self, step: VerifiedStep, seconds: float, cost: float) -> None:
         """Called by an engine after each step, before the step's responses.
 
         Args:
             step: this request's part of the step.
             seconds: the wall time of the whole step.
-            cost: the step's time in steps without drafts, if known.
+            cost: the step's time in steps without drafts, or not a number.
         """
         self.decoder.step_times.record(step.rows, step.seconds, step.pipelined)
         self.stats += SpeculationStats(
@@ -301,7 +300,7 @@ class Request:
             drafted=step.drafted,
             accepted=len(step.accepted),
             emitted=len(step.tokens),
-            cost=math.nan if cost is None else cost,
+            cost=cost,
         )
 
     def responses_of(self, step: VerifiedStep) -> Iterator[GenerationResponse]:

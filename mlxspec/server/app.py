@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from prometheus_client import Gauge
+from prometheus_client import Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -41,19 +41,9 @@ from .openai import (
     detokenized,
     parse_tokenize,
 )
-from .prompts import (
-    Prompt,
-    chat_prompt,
-    completion_prompts,
-    text_ids,
-)
+from .prompts import Prompt, chat_prompt, completion_prompts, text_ids
 from .requests import ApiBody, check_ids
-from .responses import (
-    ResponsesAnswer,
-    ResponsesBody,
-    ResponseStore,
-    parse_responses,
-)
+from .responses import ResponsesAnswer, ResponsesBody, ResponseStore, parse_responses
 from .served_model import ServedModel
 from .worker import ServedRequest, Worker
 
@@ -441,12 +431,14 @@ def _status_routes(catalog: Catalog) -> list[Route]:
     _add_gauges(worker)
 
     async def ready(request: Request) -> Response:
-        if worker.ready:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "not ready"}, 503)
+        if worker.ending:
+            return JSONResponse({"status": "not ready"}, 503)
+        return JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
-        return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(
+            generate_latest(worker.metrics.registry), media_type="text/plain; version=0.0.4"
+        )
 
     async def status(request: Request) -> Response:
         return JSONResponse(status_of(catalog))
@@ -468,7 +460,7 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
     metrics, now = worker.metrics, time.perf_counter()
     return {
         "version": __version__,
-        "ready": worker.ready,
+        "ready": not worker.ending,
         "requests": [one.figures() for one in worker.requests.copy()],
         "recent": [one | {"ended": now - one["ended"]} for one in worker.recent.copy()],
         "totals": metrics.totals,
@@ -477,7 +469,7 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
             {
                 "name": served.name,
                 "context_length": served.context_length,
-                "cost_curve": _curve(served) if worker.ready else None,
+                "cost_curve": None if worker.ending else _curve(served),
                 "cache": {"bytes": served.cache.nbytes, "max_bytes": worker.memory.most_idle()}
                 | {name: getattr(served.cache, name) for name in _CACHE_FIGURES},
             }

@@ -84,16 +84,11 @@ class ApiError(MlxspecError):
 
 def error_response(error: ApiError, path: str) -> JSONResponse:
     """The response for an error, in the form of the API that the path belongs to."""
-    if not is_messages(path):
+    if not f"{path}/".startswith("/v1/messages/"):
         return JSONResponse(error.body, error.status, error.headers)
     request_id = new_request_id()
     headers = {**error.headers, "request-id": request_id}
     return JSONResponse(error.messages_body(request_id), error.status, headers)
-
-
-def is_messages(path: str) -> bool:
-    """Whether a path belongs to Anthropic's API."""
-    return f"{path}/".startswith("/v1/messages/")
 
 
 def new_request_id() -> str:

@@ -251,7 +251,7 @@ class Catalog:
         task.cancel()
 
     async def _watch(self) -> None:
-        while self.worker.ready:
+        while not self.worker.ending:
             self.worker.call(self.worker.memory.make_room)  # for other programs
             await asyncio.sleep(_CHECK)
             await self.unload_idle()

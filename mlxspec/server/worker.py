@@ -117,6 +117,7 @@ class ServedRequest(Request):
 
     Attributes:
         number: the request's number in this process.
+        index: the choice's index, which its events have.
         stream: the stream of its events.
         index: the choice's index, which its events have.
         session: what the prefix cache has lent to it.
@@ -183,7 +184,7 @@ class ServedRequest(Request):
         self.session = self.lease = self.served.cache.lend(self.prompt, self.partition, make_room)
         super().start()
 
-    def on_step(self, step: VerifiedStep, seconds: float, cost: float | None) -> None:
+    def on_step(self, step: VerifiedStep, seconds: float, cost: float) -> None:
         super().on_step(step, seconds, cost)
         self.stream.worker.metrics.add_step(step, seconds, cost)
 
@@ -388,11 +389,6 @@ class Worker(EngineThread):
         """The models that are ready, by name."""
         queues = cast(dict[str, ModelQueue], self.engines.copy())
         return {name: queue.served for name, queue in queues.items()}
-
-    @property
-    def ready(self) -> bool:
-        """Whether requests are answered."""
-        return not self.ending
 
     def stop(self) -> None:
         """End all generations and the thread, and wait for its end."""

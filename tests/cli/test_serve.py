@@ -308,9 +308,8 @@ def test_a_model_that_has_left_the_disk_is_not_looked_for_on_the_hub(
     shutil.copytree(endless, tmp_path / "models" / "one")
     monkeypatch.chdir(tmp_path)
     options = ServeOptions(available=("models",))
-    nothing: Any = None
     named = Generation(None, 1, DraftingOptions(), SamplingParams(), CacheOptions())
-    loader = _Loader(named, options, nothing, nothing, {})
+    loader = _Loader((), named, options, {}, [], None)
     (tmp_path / "models" / "broken").mkdir()
     (tmp_path / "models" / "broken" / "config.json").write_text("{}")
     for _ in range(2):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mlxspec
@@ -376,7 +376,7 @@ def test_damaged_pages_are_noticed_while_answers_are_kept(tmp_path: Path, troubl
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_stands_in_the_database_is_harmless(
     tmp_path_factory: pytest.TempPathFactory, troubles: list[str], data: st.DataObject

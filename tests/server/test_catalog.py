@@ -378,7 +378,7 @@ def test_a_model_that_fails_in_its_first_steps_hurts_no_other(
                 patch.setattr(Engine, "run", lambda self: 1 / 0)
                 assert (await server.ask(model="hub/b")).status_code == 500
             assert await server.said(model="hub/a") == first
-            assert server.worker.ready
+            assert not server.worker.ending
             assert await server.said(model="hub/b") == first
 
     asyncio.run(run())
