@@ -42,8 +42,9 @@ _COLUMN = Field(min_length=1, max_length=WIDEST)
 
 
 class _Part(BaseModel):
-    """A part of a report. Fields that are not declared are dropped, so nothing unforeseen is sent
-    or filed.
+    """A part of a report.
+
+    Fields that are not named here are dropped, so nothing unforeseen is sent or filed.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")

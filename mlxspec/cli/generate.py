@@ -35,8 +35,7 @@ from .memory import Memories
 
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
-    from ..engine.step import StepTime
-    from ..generation.response import GenerationResult
+    from ..generation.response import GenerationResult, StepTime
 
 
 _model = partial(option, group="Model and prompt")

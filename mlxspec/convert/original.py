@@ -106,7 +106,7 @@ def _file(scratch: Path, name: str) -> Path:
 
 
 def _shards(directory: Path) -> list[Iterator[tuple[str, mx.array]]]:
-    """The tensors of each shard. All shards have the same names, in the same order."""
+    """The tensors of each shard; all shards have the same names in the same order."""
     if paths := sorted(directory.glob("consolidated*.safetensors")):
         return [_read_safetensors(paths)]
     if paths := sorted(directory.glob("consolidated.*.pth")):

@@ -71,9 +71,9 @@ class Memory:
     made in any thread, even by a finaliser that interrupts a method of the memory.
 
     A memory changes only the speed of generations, never their output. If the disk fails, it logs a
-    warning, and remembers answers only in the process. Several decoders with the same tokenizer may
-    share it. Equal answers are remembered once. A full memory drops the answers that were given
-    longest ago.
+    warning, and remembers answers in the process alone. Several decoders of one tokenizer may share
+    it. Equal answers are remembered once. A full memory drops the answers that were least recently
+    given.
 
     Args:
         max_tokens: how many tokens to remember, 0 for none. By default KEPT_TOKENS with ``kept``,

@@ -122,7 +122,7 @@ class AcceptanceModel:
 
     Args:
         classes: the class of each token id; tokens beyond the end are UNKNOWN.
-        earlier: whether continuations come from earlier texts instead of the context.
+        earlier: whether the texts are earlier ones instead of the context.
     """
 
     def __init__(self, classes: bytes = b"", *, earlier: bool = False) -> None:

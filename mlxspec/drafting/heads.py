@@ -24,7 +24,9 @@ _MOST_SURPRISE = 4.0  # the most that a time may differ from the expected, as a 
 
 
 class HeadExperience:
-    """The time of a head's drafts, by depth and number of sequences, and how often they are right.
+    """How often a head's drafts are right, and what they take.
+
+    The time depends on their depth and on the sequences that share them.
 
     Args:
         first: the seconds of a draft of one token for one sequence.

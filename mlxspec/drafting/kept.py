@@ -274,7 +274,9 @@ class Experience:
         kind = tuple(prompt[:_KIND_TOKENS])
         known = kind in self._kinds
         own = self._kinds.pop(kind, None)
-        self._kinds[kind] = own = (own or Corrections(self.corrections)) if known else None
+        if known and own is None:
+            own = Corrections(self.corrections)
+        self._kinds[kind] = own
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
         return [self.corrections] if own is None else [own, self.corrections]

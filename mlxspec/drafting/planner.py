@@ -238,8 +238,8 @@ class Plan(NamedTuple):
             nothing is drafted.
         joint: the costs of joint steps; None for a step of this sequence alone.
         charge: the part of a joint step's time that the sequence's guard pays, in plain steps.
-        head: the time that trained heads took before the step, in plain steps.
-        head_seconds: the same in seconds.
+        head_time: what trained heads have taken before the step, in plain steps.
+        head_seconds: the same by the clock.
         fault: the error raised while planning.
     """
 
@@ -249,7 +249,7 @@ class Plan(NamedTuple):
     pipelined: bool = True
     joint: Costs | None = None
     charge: float = 1.0
-    head: float = 0.0
+    head_time: float = 0.0
     head_seconds: float = 0.0
     fault: Exception | None = None
 
@@ -349,8 +349,8 @@ class Planner(Drafter):
 
     @property
     def head_time(self) -> float:
-        """The time that trained heads took before the last step, in plain steps."""
-        return self._plan.head
+        """What trained heads have taken before the last step, in plain steps."""
+        return self._plan.head_time
 
     def propose(self, max_depth: int) -> DraftTree:
         try:
@@ -442,7 +442,7 @@ class Planner(Drafter):
             charge = plan.charge if drafted or not plan.n_draft else 1.0
         else:  # corrected by this step, since the plan's costs were optimistic
             cost = costs.curve(len(step.tree))
-        cost += plan.head
+        cost += plan.head_time
         probing = costs.wants_plain_steps
         self.policy.settle(step, cost, gain=plan.gain, probing=probing, charge=charge)
         for source in self._sources:
@@ -525,7 +525,7 @@ def plan_drafts(
     return [
         plan._replace(
             n_draft=shares[index],
-            gain=part * gain - plan.head,
+            gain=part * gain - plan.head_time,
             pipelined=pipelined,
             joint=costs if sequences > 1 else None,
             charge=plan.charge + part * step.more_time(n_draft),
@@ -617,7 +617,7 @@ class _Step:
         drafts = members[0].run(members, depth)
         seconds = time.perf_counter() - started
         taken = self._time_of_heads(depth, members)
-        plans = [plan._replace(head=taken, head_seconds=seconds) for plan in plans]
+        plans = [plan._replace(head_time=taken, head_seconds=seconds) for plan in plans]
         for (index, head), draft in zip(heads.items(), drafts, strict=True):
             text, tree = plans[index].candidates, head.drafted(*draft)
             assert text
@@ -669,19 +669,20 @@ class _Step:
         """The time that ``n_draft`` nodes add to a plain step, over all sequences together."""
         return self._sequences * (self._table[n_draft + 1] / self._table[1] - 1)
 
-    def choose(self, head: float = 0.0) -> tuple[float, int]:
+    def choose(self, head_time: float = 0.0) -> tuple[float, int]:
         """The greatest allowed gain, in tokens, and its number of nodes.
 
         Args:
-            head: the time that heads need first, in plain steps.
+            head_time: what heads would have to take for it first, in plain steps.
         """
         policies = self._policies
-        # A sequence that has just joined does not know whether a forward has been dispatched.
-        restart = head + self._costs.sync_overhead * any(policy.ahead for policy in policies)
+        # A sequence that has just joined does not know whether a forward was dispatched.
+        restart = head_time + self._costs.sync_overhead * any(policy.ahead for policy in policies)
         banks = [policy.bank for policy in policies]
 
         def allows(gain: float, n_draft: int) -> bool:
-            shares, more = self.shares(n_draft), self.more_time(n_draft) + self._sequences * head
+            shares = self.shares(n_draft)
+            more = self.more_time(n_draft) + self._sequences * head_time
             drafts = [self._drafting[index].p_by_depth(own) for index, own in shares.items()]
             if expected_shortfall(1 + more, *drafts) > allowed_shortfall(banks, gain):
                 return False
@@ -699,10 +700,11 @@ class _Step:
         )
 
     def is_pipelined(self, plans: Sequence[Plan]) -> bool:
-        """Whether a step without drafts need not wait for its tokens, since drafts after them would
-        gain no more than the wait costs.
+        """Whether a step without drafts need not wait for its tokens.
+
+        It need not if drafts after these tokens would gain no more than the wait costs.
         """
-        # The others need not wait for one sequence's probe.
+        # The others do not wait for a probe of one sequence.
         if not self._drafting or (self._sequences > 1 and self._costs.wants_plain_steps):
             return True
         most = self._sequences * self._costs.sync_overhead

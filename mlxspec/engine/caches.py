@@ -490,7 +490,7 @@ def is_trimmable_anywhere(cache: Any) -> bool:
 
 @contextmanager
 def masked_for(rows: TreeRows, caches: Sequence[Any]) -> Iterator[None]:
-    """A context in which caches make the mask of a tree step's rows."""
+    """A context in which caches make the mask for the rows of a tree."""
     try:
         for cache in caches:
             cache.rows = rows

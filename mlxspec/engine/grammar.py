@@ -247,7 +247,7 @@ class Grammar:
         return place._replace(fresh=False)
 
     def _mask_into(self, mask: np.ndarray, place: _Place) -> None:
-        """Write the tokens that may come next into ``mask``, (vocabulary,)."""
+        """Write the mask of the tokens that may come next, (vocabulary,)."""
         phase, matcher, fresh, ended = place
         if matcher is None:
             mask[self._ends] = ended or phase.may_end

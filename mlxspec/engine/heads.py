@@ -242,11 +242,11 @@ def _choose(
 
 
 def _keys_of(target: Target) -> list[KVCache]:
-    """The keys and values of two of the target's layers: the last with full attention, and the last
-    with a window.
+    """The keys and values that a row sees of two of the target's layers.
 
-    A head without its own caches reads them. Their ``offset`` stays at the position of the current
-    token throughout a draft.
+    They are the last layer that sees everything, and the last with a window. A head without caches
+    of its own reads them. Their ``offset`` is the position of the current token, throughout a
+    draft.
     """
 
     def seen(cache: Any, size: int) -> KVCache:

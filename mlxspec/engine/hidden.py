@@ -114,11 +114,11 @@ def _copied_along(model: nn.Module, path: str) -> nn.Module:
 
 
 def _override(module: nn.Module, instead: Callable[..., Any]) -> None:
-    """Redirect the calls of a module, which only this copy of a model has, to a function.
+    """Redirect a module's calls to a function.
 
     Args:
-        module: the module; it stays an instance of its class.
-        instead: called with the function that the module would have called, and its arguments.
+        module: of this copy of a model alone; stays an instance of its class.
+        instead: called with what the module would have called, and its arguments.
     """
     kind: Any = type(module)
     module.__class__ = _overridden(kind)

@@ -60,10 +60,10 @@ def stated_context_length(args: Any) -> int | None:
 
 
 def named_positions(model: nn.Module) -> set[int]:
-    """Positions that the configuration names: lengths, windows, chunks, ends of scaling, and the
-    start of sparse attention.
+    """Positions that the configuration names.
 
-    If a model's rule for positions changes, it is usually at one of these.
+    They are lengths, windows, chunks, the ends of scalings, and the start of sparse attention. If a
+    model's rule for positions changes somewhere, it is usually at one of these.
     """
     found = _numbers(_settings(model), lambda name: any(word in name for word in _WORDS))
     found |= {context_length(model) or 0, sparse_crossing(model) or 0}

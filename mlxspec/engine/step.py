@@ -7,14 +7,12 @@ A :class:`Sequence` is one generation, :func:`joint_step` runs a step of one or 
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections import Counter, abc, deque
+from collections import abc
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from typing import TypeVar, cast
 
 import mlx.core as mx
@@ -573,60 +571,3 @@ def _planners(sequences: abc.Sequence[Sequence]) -> dict[Sequence, Planner]:
         if isinstance(planner := sequence.drafter, Planner) and not planner.failed
         if isinstance(planner.costs, LiveCosts)
     }
-
-
-# --- step times ---
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """The measured T(rows).
-
-    Attributes:
-        rows: rows per forward.
-        pipelined: whether the previous step dispatched the forward, as in plain decoding; such a
-            step has one row.
-        steps: how many such steps ran.
-        seconds: median wall time of the recent ones.
-        cost: the verify cost T(rows) / T(1), where T(1) is that of pipelined steps if any has run;
-            None until a step of one row has run.
-    """
-
-    rows: int
-    pipelined: bool
-    steps: int
-    seconds: float
-    cost: float | None
-
-
-_KEPT = 64  # recent steps per number of rows, few enough to show that a chip is hot
-
-
-class StepTimes:
-    """T(rows): the wall time of whole steps by their number of rows.
-
-    A whole step consists of proposal, forward, reading, acceptance and commit. The times are valid
-    for one model on one machine in one data type. Threads may record concurrently.
-    """
-
-    def __init__(self) -> None:
-        self._recent: dict[tuple[int, bool], deque[float]] = {}
-        self._steps: Counter[tuple[int, bool]] = Counter()
-        self._lock = threading.Lock()
-
-    def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
-        """Add the wall time of one step."""
-        with self._lock:
-            self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
-            self._steps[rows, pipelined] += 1
-
-    def table(self) -> list[StepTime]:
-        """One entry per kind of step that has run, fewest rows first."""
-        with self._lock:
-            seconds = {kind: median(recent) for kind, recent in self._recent.items()}
-            steps = self._steps.copy()
-        one_row = seconds.get((1, True)) or seconds.get((1, False))
-        return [
-            StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
-            for kind, time in sorted(seconds.items())
-        ]

@@ -28,11 +28,11 @@ _Result = TypeVar("_Result")
 
 
 class RequestStream:
-    """Carries items of requests from a thread to the asyncio task that creates the stream.
+    """A queue from an :class:`EngineThread` to the asyncio task that creates it.
 
     Attributes:
         loop: the task's event loop.
-        batches: the items sent in each turn, with their requests, in order.
+        batches: pairs of a request and what the thread has sent for it in one turn, in order.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class RequestStream:
 
 
 class EngineThread:
-    """Runs engines in a thread, where they take turns.
+    """Runs engines, which take turns, in a thread of its own.
 
     Other threads communicate with it in only two ways: :meth:`call` puts a command into a queue,
     and after each turn the thread delivers sent items to the event loops that wait for them. The

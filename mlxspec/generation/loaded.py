@@ -19,9 +19,9 @@ from ..engine.caches import smallest_keeping_window
 from ..engine.capability import chain_capability, examine, examine_joint
 from ..engine.costs import KeptCosts, costs_for, model_identity
 from ..engine.joint import JointMode
-from ..engine.step import StepTimes
 from ..engine.target import Capability, evaluate_constants, vocabulary_size
 from ..models.tokenizer import detokenizer_of, vocabulary_classes
+from .response import StepTimes
 
 _log = logging.getLogger(__name__)
 

@@ -130,8 +130,10 @@ def stop_token_ids(
 
 
 class DraftingParameters(TypedDict, total=False):
-    """The options of some kinds of decoders, whose classes describe them: the fields of
-    :class:`.drafting.Drafting`'s subclasses that each generation may set."""
+    """The options of some kinds of decoders, whose classes describe them.
+
+    They are the fields of :class:`.drafting.Drafting`'s subclasses that each generation may set.
+    """
 
     n_draft: int
     ngram_max: int

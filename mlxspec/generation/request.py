@@ -400,7 +400,7 @@ def _hold_threads() -> None:
         time.sleep(_THREADS_END)  # releases the interpreter's lock
 
 
-_ROOMS = "mlxspec.compat.", "mlxspec.engine.", "mlxspec.generation."
+_ROOMS = "mlxspec.compat", "mlxspec.engine.", "mlxspec.generation."
 
 
 def _others_generate() -> bool:

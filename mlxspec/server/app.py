@@ -374,8 +374,7 @@ class Endpoints:
         length = len(tokens) + (body.max_tokens or 1)
         length = min(length, served.context_length or length)
         await self.catalog.make_room_for(served.memory.needs(length))
-        given = served, len(tokens), body, self.max_tokens
-        max_tokens = self._worker.memory.max_tokens_for(*given)
+        max_tokens = self._worker.memory.max_tokens_for(served, len(tokens), body, self.max_tokens)
         grammar = await self._grammar(served, body, prompt)
 
         def made(choice: int) -> ServedRequest:

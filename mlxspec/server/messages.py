@@ -18,7 +18,7 @@ from pydantic import AliasPath, BeforeValidator, Field, PlainValidator, TypeAdap
 
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
 from .body import ApiError, Body, Items, Name, new_request_id, read_json, without_nulls
-from .requests import ApiBody, Function, Options, Stops, ToolOutput, merged
+from .requests import ApiBody, Function, OutputOptions, Stops, ToolOutput, merged
 from .worker import Begun, Ended
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
@@ -86,7 +86,7 @@ class MessagesBody(ApiBody):
     enable_thinking: Annotated[
         bool | None, PlainValidator(lambda value: _thinking(value) != "disabled")
     ] = Field(None, validation_alias=AliasPath("thinking", "type"))
-    reasoning: Options = Field(Options(), validation_alias="output_config")
+    reasoning: OutputOptions = Field(OutputOptions(), validation_alias="output_config")
     stop: Stops = Field([], validation_alias="stop_sequences")
 
     unsupported = ("all", "/v1/messages")
@@ -105,7 +105,7 @@ class MessagesBody(ApiBody):
         return [{"type": "function", "function": without_nulls(one)} for one in functions]
 
     @property
-    def choice(self) -> tuple[str, str | None]:
+    def tool_mode(self) -> tuple[str, str | None]:
         asked = self.tool_choice
         if asked.type == "tool":
             return "function", asked.name

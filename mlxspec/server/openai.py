@@ -88,7 +88,7 @@ class ChatBody(ApiBody):
         return self.sent.get("tools") or []  # with all fields: templates may use unknown ones
 
     @property
-    def choice(self) -> tuple[str, str | None]:
+    def tool_mode(self) -> tuple[str, str | None]:
         asked = self.tool_choice
         return (asked, None) if isinstance(asked, str) else ("function", asked.function.name)
 

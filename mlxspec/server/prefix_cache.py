@@ -274,9 +274,9 @@ class PrefixCache:
         return self.chunks_matter(len(prompt) - 1, self._caches)
 
     def _alike(self, entry: _Entry, length: int) -> bool:
-        """Whether the cache of an entry's first tokens would be the same for any prompt.
+        """Whether the cache of an entry's first tokens would be the same with any prompt.
 
-        Up to a certain length, the prompt's length decides where the cache was quantised.
+        Up to a certain length, the place where a cache was quantised depends on the prompt's.
         """
         first = min(entry.n_prompt - 1, length)
         return not entry.session.quantized or first >= self.options.quantized_at

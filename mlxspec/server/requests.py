@@ -71,9 +71,7 @@ class SamplingBody(Body):
     Without a seed, answers at temperatures above 0 vary.
     """
 
-    temperature: Annotated[
-        float, Field(ge=0, le=100), AfterValidator(lambda value: SamplingParams(value).temp)
-    ] = _DEFAULT.temp
+    temperature: Annotated[float, Field(ge=0, le=100)] = _DEFAULT.temp
     top_p: _Fraction = _DEFAULT.top_p
     top_k: Annotated[Annotated[int, Field(ge=0, le=2**63)] | None, _MinusOne] = _DEFAULT.top_k
     min_p: _Fraction = _DEFAULT.min_p
@@ -287,13 +285,18 @@ Verbosity = Literal["low", "medium", "high"]
 
 
 class Options(Body):
-    """The nested option objects of all APIs."""
+    """The nested option objects of all APIs; :class:`OutputOptions` for those with a format."""
 
     include_usage: bool = False
     drafts: bool = False
     effort: Effort | None = None
-    format: Format = None
     content: Text = ""
+
+
+class OutputOptions(Options):
+    """The options of an answer's text, as two of the APIs nest them."""
+
+    format: Format = None
 
 
 Stops = Annotated[Items[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=32)]
@@ -391,7 +394,7 @@ class ApiBody(SamplingBody):
         return []
 
     @property
-    def choice(self) -> tuple[str, str | None]:
+    def tool_mode(self) -> tuple[str, str | None]:
         """The tool choice: "none", "auto", "required", or "function" and the function's name."""
         return "auto", None
 
@@ -405,18 +408,18 @@ class ApiBody(SamplingBody):
 
     @cached_property
     def tools_shown(self) -> Sequence[dict[str, Any]]:
-        """The tools that the model may call, in OpenAI's form."""
-        return [] if self.choice[0] == "none" else self.offered()
+        """The tools in OpenAI's form that the model may call."""
+        return [] if self.tool_mode[0] == "none" else self.offered()
 
     @property
     def forced_tool(self) -> str | None:
         """The name of the function that must be called."""
-        return self.choice[1]
+        return self.tool_mode[1]
 
     @property
     def demands_call(self) -> bool:
         """Whether the answer must be a call."""
-        return self.choice[0] in ("required", "function")
+        return self.tool_mode[0] in ("required", "function")
 
     @property
     def continued(self) -> bool:
@@ -442,7 +445,7 @@ class ApiBody(SamplingBody):
             if constraint != self.constraint:
                 conflict = f"{path} conflicts with {self.constrained_by}"
                 raise ApiError(f"{conflict}: send one of them.", param=path)
-        word, forced = self.choice
+        word, forced = self.tool_mode
         names = [tool["function"]["name"] for tool in self.tools_shown]
         if word == "required" and not names:
             refuse("tool_choice", word, "send tools too")

@@ -33,7 +33,7 @@ from .body import (
     without_nulls,
 )
 from .openai import chat_logprobs
-from .requests import ApiBody, Options, Text, TextPart, ToolOutput, Verbosity, merged
+from .requests import ApiBody, OutputOptions, Text, TextPart, ToolOutput, Verbosity, merged
 from .worker import Ended
 
 _INPUT = "input"  # the argument with the text for a custom tool
@@ -168,7 +168,7 @@ class ResponsesBody(ApiBody):
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
     metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # OpenAI's limit
     store: bool = True
-    text: Options = Options()
+    text: OutputOptions = OutputOptions()
     verbosity: Verbosity | None = Field(
         None, validation_alias=AliasChoices(AliasPath("text", "verbosity"), "verbosity")
     )
@@ -207,7 +207,7 @@ class ResponsesBody(ApiBody):
         return [tool.for_chat() for tool in self.known_tools.values()]
 
     @property
-    def choice(self) -> tuple[str, str | None]:
+    def tool_mode(self) -> tuple[str, str | None]:
         asked = self.tool_choice
         if isinstance(asked, str):
             return asked, None

@@ -119,7 +119,8 @@ class ServedRequest(Request):
         number: the request's number in this process.
         index: the choice's index, which its events carry.
         stream: the stream of its events.
-        session: the session that the prefix cache has lent to it.
+        index: the choice's index, which its events have.
+        session: what the prefix cache has lent to it.
         asked: when it arrived, by ``time.perf_counter``.
         first_token: when its first token was generated.
         need: the memory that it may take.
@@ -239,7 +240,7 @@ class EventStream(RequestStream):
 
     Args:
         worker: the worker that runs the requests.
-        requests: one request for each choice.
+        requests: one request for each choice, in order.
     """
 
     def __init__(self, worker: Worker, requests: Sequence[ServedRequest]) -> None:
@@ -249,13 +250,13 @@ class EventStream(RequestStream):
         for index, request in enumerate(requests):
             request.stream, request.index = self, index
 
-    async def events(self, keep_alive: float) -> AsyncGenerator[list[Event], None]:
+    async def events(self, patience: float) -> AsyncGenerator[list[Event], None]:
         """Yield the events in batches, until all generations have ended.
 
         Leaving the loop early ends the generations.
 
         Args:
-            keep_alive: seconds without an event before an empty list is yielded.
+            patience: seconds without an event before an empty list is yielded.
 
         Raises:
             ApiError: a generation failed; the others are ended, too.
@@ -264,7 +265,7 @@ class EventStream(RequestStream):
         try:
             while left:
                 try:
-                    async with asyncio.timeout(keep_alive):
+                    async with asyncio.timeout(patience):
                         request, batch = await self.batches.get()
                 except TimeoutError:
                     yield []

@@ -138,7 +138,7 @@ def test_a_text_is_a_message_of_the_user() -> None:
     request = asked()
     chat = parse(ChatBody, {"messages": [{"role": "user", "content": "Hello"}]})
     names = """model max_tokens n stop stream conversation continued tools_shown
-        choice parallel_tool_calls template_kwargs constraints top"""
+        tool_mode parallel_tool_calls template_kwargs constraints top"""
     for name in names.split():
         assert getattr(request, name) == getattr(chat, name), name
     assert request.sampling() == chat.sampling()
@@ -214,7 +214,7 @@ def test_tools_may_be_named_and_bounded() -> None:
 
     def chosen(choice: Any) -> tuple[str, str | None, int]:
         request = asked(tools=tools, tool_choice=choice)
-        return *request.choice, len(request.tools_shown)
+        return *request.tool_mode, len(request.tools_shown)
 
     assert chosen("required") == ("required", None, 4)
     assert chosen("none") == ("none", None, 0)
