@@ -169,8 +169,8 @@ def extended(curve: CostCurve) -> CostCurve:
 def joint_curve(curve: CostCurve, count: int) -> CostCurve:
     """T(rows)/T(1) of joint steps.
 
-    One row stands for a plain step of all sequences; drafts add rows. A joint step is assumed to
-    cost as much as the same number of rows of one sequence, as
+    Here T(1) is a plain step of all sequences together, and each draft token of any of them adds a
+    row. A joint step is assumed to cost as much as one sequence's step with as many rows, as
     :meth:`mlxspec.drafting.costs.LiveCosts.for_sequences` assumes before such steps have run. The
     curves leave out the cost of attending to several contexts.
 

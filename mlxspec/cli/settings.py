@@ -256,7 +256,7 @@ def _merge(document: Any, settings: Settings) -> None:
         ValueError: nested settings would replace a value of another type.
     """
     if not isinstance(document, MutableMapping):
-        raise ValueError("the settings must be in an object")
+        raise ValueError("the settings belong in an object, but the file has another value there")
     for name, value in settings.items():
         if value is None:
             document.pop(name, None)

@@ -301,7 +301,10 @@ _SPACE = "(/[ \\n]{1,2}/)?"
 
 
 def _arguments_schema(tool: dict[str, Any], demanded: bool) -> dict[str, Any]:
-    """The schema of a tool's arguments in a grammar."""
+    """The schema of a tool's arguments in a grammar.
+
+    Unless the tool is strict or the request demands a call, any object matches.
+    """
     strict = _is_strict(tool)
     schema = (tool["function"].get("parameters") or {}) if strict or demanded else {}
     return {"type": "object", **schema, "x-guidance": {**ONE_LINE, "lenient": not strict}}
