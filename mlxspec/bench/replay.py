@@ -205,10 +205,10 @@ def replay_report(
         curve: T(rows) / T(1).
 
     Returns:
-        ``speedup``: the geometric mean over the sets; ``worst``: the lowest speed-up of a set;
-        ``share_slow``: the mean over the sets; ``tokens_per_step`` and ``rows_per_step``: over all
-        steps; ``sets``: the figures of each set, by name, in order of appearance, see
-        :func:`_figures`.
+        ``sets``: the figures of each set by its name, in order of appearance, see :func:`_figures`;
+        ``speedup``: the geometric mean of the sets' speed-ups; ``worst``: the lowest of them;
+        ``share_slow``: the mean of the sets' shares; ``tokens_per_step`` and ``rows_per_step``:
+        means over all steps.
     """
     by_set: dict[str, list[Replayed]] = {}
     for name, completion in replayed:

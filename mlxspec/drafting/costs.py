@@ -527,7 +527,7 @@ class LiveCosts:
             return self._joint[count].for_generation()
 
     def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
-        """Costs for ``count`` sequences, which begin with ``known``."""
+        """New costs for ``count`` sequences, initialised from ``known``."""
         return LiveCosts(known)
 
     def end(self) -> None:

@@ -251,8 +251,8 @@ class Experience:
         clock: returns the time in seconds.
 
     Attributes:
-        corrections: what all requests have taught about drafts from the context: corrections of
-            their probabilities.
+        corrections: corrections to the probabilities of drafts from the context, learned from all
+            requests.
         probe_step: the ``probe_step`` with which the next generation begins; see
             :class:`mlxspec.drafting.planner.Policy`.
     """

@@ -172,8 +172,7 @@ class Joint:
             self._slots = []
 
     def _leave_long_ones(self) -> None:
-        """Give separate caches to the longest contexts, as long as padding the others takes too
-        much.
+        """Move the longest contexts to separate caches until the others need little padding.
 
         Lengths in slots can drift apart, since some sequences may pause.
         """

@@ -202,8 +202,8 @@ def _answer_phases(
     if request.tools_shown and call_start is None:
         if request.constraint:
             raise OptionError(
-                "this model's tool calls do not begin with a single token, so it cannot be "
-                "combined with tools; leave one out"
+                "cannot be combined with tools, since this model's tool calls do not begin with a "
+                "single token: leave one out"
             )
         return None
     if not request.constraint and not calls:
