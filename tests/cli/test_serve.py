@@ -162,7 +162,7 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
         assert "is not in the range" in refused(option, value).stderr
     assert "--quiet and --log-json" in refused("--quiet", "--log-json").stderr
     none = ("--models", endless, "--head", "a")
-    assert "are for models that are named" in refused(*none).stderr
+    assert "apply to models that are named" in refused(*none).stderr
     assert "no such directory" in refused("--models", missing).stderr
     assert "is not a time" in refused("--keep-alive", "soon").stderr
 
@@ -308,9 +308,8 @@ def test_a_model_that_has_left_the_disk_is_not_looked_for_on_the_hub(
     shutil.copytree(endless, tmp_path / "models" / "one")
     monkeypatch.chdir(tmp_path)
     options = ServeOptions(available=("models",))
-    nothing: Any = None
     named = Generation(None, 1, DraftingOptions(), SamplingParams(), CacheOptions())
-    loader = _Loader(named, options, nothing, nothing, {})
+    loader = _Loader((), named, options, {}, [], None)
     (tmp_path / "models" / "broken").mkdir()
     (tmp_path / "models" / "broken" / "config.json").write_text("{}")
     for _ in range(2):
