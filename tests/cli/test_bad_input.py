@@ -63,6 +63,16 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
             "(mlxspec generate --help)\n",
         ),
         (("run", "-m"), "Error: Missing argument 'PROGRAM' (mlxspec run --help)\n"),
+        (
+            ("generate", "--prompt-ids", "1,x"),
+            "Error: Invalid value for '--prompt-ids': '1,x': write ids as 1,415,2936 "
+            "(mlxspec generate --help)\n",
+        ),
+        (
+            ("generate", "-W", "x"),
+            "Error: Invalid value for '-W' / '--window-size' / '--WINDOW_SIZE': 'x' is neither a "
+            "whole number nor auto (mlxspec generate --help)\n",
+        ),
     ],
 )
 def test_a_wrong_use_is_one_line_and_status_2(called: Called, arguments: tuple, told: str) -> None:

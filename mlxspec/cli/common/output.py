@@ -359,7 +359,7 @@ class Figures:
         grid.add_column()
         grid.add_column(justify="right")
         for row in rows:
-            grid.add_row(*row)
+            grid.add_row(*filter(None, row))  # with a column of empty cells, others would wrap
         return Panel(Group(grid, *below), expand=False, border_style="dim", subtitle=subtitle)
 
 
