@@ -143,7 +143,9 @@ def folding_table(heading: str, *others: str, caption: str | None = None) -> Tab
         others: the headings of the figures.
         caption: a text below the table.
     """
-    table = Table(box=SIMPLE, pad_edge=False, caption=caption, caption_justify="left")
+    table = Table(
+        box=SIMPLE, pad_edge=False, collapse_padding=True, caption=caption, caption_justify="left"
+    )
     table.add_column(heading, overflow="fold")
     for name in others:
         table.add_column(name, justify="right", overflow="fold")
