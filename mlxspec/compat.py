@@ -14,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from importlib import import_module
@@ -389,7 +389,7 @@ def augment() -> Augmentation:
     return handle
 
 
-class Augmentation:
+class Augmentation(AbstractContextManager["Augmentation"]):
     """A handle to undo :func:`augment`."""
 
     def undo(self) -> None:
@@ -398,9 +398,6 @@ class Augmentation:
             _active.remove(self)
             if not _active:
                 _exchange({own: theirs for theirs, own in _STAND_INS.items()})
-
-    def __enter__(self) -> Augmentation:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()

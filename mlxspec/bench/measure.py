@@ -304,8 +304,13 @@ def measure(
                 take_turns(tokens, 1)
                 is_warm = True
             runs = take_turns(tokens, repeats)
+            expected = runs[PLAIN][0].tokens
             differences = {
-                name: _differing(model, tokens, runs[PLAIN], own, sampling)
+                name: [
+                    difference
+                    for output in dict.fromkeys(one.tokens for one in own)
+                    if (difference := first_difference(model, tokens, expected, output, sampling))
+                ]
                 for name, own in runs.items()
             }
             yield MeasuredPrompt(prompt.category, runs, differences)
@@ -319,21 +324,6 @@ def _encoded(tokenizer: TokenizerWrapper, messages: Messages, raw: bool) -> list
     if raw or not tokenizer.has_chat_template:
         return encode_prompt(tokenizer, "\n\n".join(one["content"] for one in messages))
     return apply_template(tokenizer, messages, add_generation_prompt=True)
-
-
-def _differing(
-    model: nn.Module,
-    prompt: list[int],
-    plain: Sequence[TimedRun],
-    runs: Sequence[TimedRun],
-    sampling: SamplingParams,
-) -> list[Difference]:
-    """How the distinct outputs of a backend differ from plain decoding's first one."""
-    compared = (
-        first_difference(model, prompt, plain[0].tokens, output, sampling)
-        for output in dict.fromkeys(one.tokens for one in runs)
-    )
-    return [difference for difference in compared if difference]
 
 
 # --- the report ---

@@ -234,21 +234,17 @@ def _from_text(new: Callable[[], Drafter]) -> ReplayPolicy:
     return lambda curve, classes: lambda output: new()
 
 
-def planned(
-    memory_tokens: int | None = 0, other: Callable[[], Drafter] | None = None
-) -> ReplayPolicy:
+def planned(memory_tokens: int = 0, other: Callable[[], Drafter] | None = None) -> ReplayPolicy:
     """The default decoder with a memory of as many tokens, and with another drafter if given.
 
     Args:
-        memory_tokens: None for a memory without bound.
+        memory_tokens: 0 for no memory.
         other: makes the other drafter.
     """
 
     def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
         experience = Experience()
-        memory: Memory | None = None
-        if memory_tokens != 0:
-            memory = Memory(sys.maxsize if memory_tokens is None else memory_tokens)
+        memory = Memory(memory_tokens) if memory_tokens else None
 
         def new(output: Sequence[int]) -> Drafter:
             if memory:
@@ -316,6 +312,6 @@ def policies_with_memory(sizes: str) -> dict[str, ReplayPolicy]:
             raise OptionError(
                 f"--memory: {text!r} is not a size: give tokens as 4096, 16k or 1M, or all"
             )
-        tokens = int(size[1]) * _UNITS[size[2].lower()] if size else None
+        tokens = int(size[1]) * _UNITS[size[2].lower()] if size else sys.maxsize
         policies[f"memory {text}"] = planned(tokens)
     return policies

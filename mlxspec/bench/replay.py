@@ -136,8 +136,7 @@ def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[St
     """Run a step of all outputs; returns also whether the next step is dispatched in it."""
     planners = [one.drafter for one in active if isinstance(one.drafter, Planner)]
     if len(active) > 1 and planners:  # all outputs have drafters of one kind
-        depths = [MAX_DEPTH] * len(planners)
-        plans = plan_drafts(planners, depths, costs, sequences=len(active))
+        plans = plan_drafts(dict.fromkeys(planners, MAX_DEPTH), costs, sequences=len(active))
         proposals = [one.draft(plan) for one, plan in zip(planners, plans, strict=True)]
     else:
         proposals = [one.drafter.propose(MAX_DEPTH) for one in active]
@@ -337,10 +336,8 @@ def compare(
         return replay_jointly(completions, new, curve, concurrency, count)
 
     def compared(policy: ReplayPolicy, curve: CostCurve) -> Report:
-        alone, new = list[Replayed](), policy(curve, classes)
-        for one in completions:
-            alone.append(replay(one.prompt, one.output, new(one.output)))
-            count()
+        new = policy(curve, classes)
+        alone = [replay_jointly([one], new, curve, 1, count) for one in completions]
         if plain:
             return joint_report(together(policy(curve, classes), curve), plain, alone, curve)
         sets = (one.category for one in completions)

@@ -81,19 +81,20 @@ class Model(_Part):
         return self.name or f"{self.type}, {self.parameters / 1e9:.2g} B parameters"
 
 
-class Figures(_Part):
-    """What a decoder did; see :func:`mlxspec.bench.measure.figures`."""
+class CategoryFigures(_Part):
+    """What a decoder did in a category; see :func:`mlxspec.bench.measure.figures`."""
 
     tokens_per_second: _Figure
     speedup: _Figure | None = None
+    rows_per_step: _Figure | None = None
+
+
+class Figures(CategoryFigures):
+    """What a decoder did in all categories."""
+
     vs_mlx_lm: _Figure | None = None
     tokens_per_step: _Figure | None = None
-    rows_per_step: _Figure | None = None
     acceptance_rate: _Figure | None = None
-
-
-_OF_CATEGORY = ("tokens_per_second", "speedup", "rows_per_step")
-_ByDecoder = Annotated[dict[_Name, Figures], _FEW]
 
 
 class Curve(_Part):
@@ -138,8 +139,8 @@ class BenchReport(_Part):
     rough: bool
     outputs: _Count
     differ: _Count
-    decoders: _ByDecoder
-    categories: Annotated[dict[_Name, _ByDecoder], _FEW]
+    decoders: Annotated[dict[_Name, Figures], _FEW]
+    categories: Annotated[dict[_Name, Annotated[dict[_Name, CategoryFigures], _FEW]], _FEW]
     curves: Annotated[list[Curve], _FEW]
 
     @staticmethod
@@ -161,13 +162,7 @@ class BenchReport(_Part):
             }
             for curve in report["curves"]
         ]
-        categories = {
-            category: {
-                decoder: {figure: figures[figure] for figure in _OF_CATEGORY}
-                for decoder, figures in entry["decoders"].items()
-            }
-            for category, entry in report["categories"].items()
-        }
+        categories = {name: entry["decoders"] for name, entry in report["categories"].items()}
         name = report["model"]["name"]  # a folder's may be anybody's words
         known = name if name == "demo" or re.fullmatch(_REPOSITORY, name) else None
         content = {

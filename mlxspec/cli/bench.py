@@ -22,7 +22,7 @@ from ..files import SHARED, check_writable, replaced
 from ..process import MLX_VARIABLES, variables_in
 from ..terminal import one_line
 from .calibrate import measured_curves
-from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
+from .common.model_choice import MODEL, model_argument, model_or_default, note_if_demo
 from .common.options import (
     ADAPTERS,
     COUNT,
@@ -106,7 +106,7 @@ class BenchOptions:
 
 
 @command("bench", short_help="Compare decoders on MODEL: speed and outputs.")
-@model_argument(ABOUT + DEFAULT)
+@model_argument()
 @options_of(BenchOptions, "asked")
 @options_of(ReportOptions, "shows", "Output")
 def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) -> None:
@@ -138,7 +138,6 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
     # Before MLX first uses a GPU.
     os.environ.update(variables_in(asked.mlx_settings or ""))
     # Check all that needs no model before a model is loaded, or even downloaded.
-    model = needed_model(model)
     backends = {PLAIN: BACKENDS[PLAIN], **chosen(asked.decoders, BACKENDS)}
     if asked.temp > 0:
         backends.pop(MLX_LM, None)  # it draws other random numbers
@@ -150,7 +149,6 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
     sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
     prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
     questions = limited(prompts or bundled_prompts(), asked.limit)
-    shows.check()
     file = Path(time.strftime("mlxspec-report-%Y%m%d-%H%M%S.json"))
     if asked.submit:
         if asked.prompts or asked.drafter or shows.as_json or AUTO not in backends:
@@ -159,7 +157,8 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
                 "shown: leave out --prompts, --drafter and --json"
             )
         check_writable(file)
-    report = _report(model, asked, backends, questions, sampling)
+    note_if_demo(model)
+    report = _report(model_or_default(model), asked, backends, questions, sampling)
     shows.show_tables(report, bench_tables(report))
     for line in report["wrong"]:
         click.echo(f"Error: {one_line(line)}", err=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.bar import Bar
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..errors import MlxspecError
 from ..terminal import one_line
-from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
+from .common.model_choice import MODEL, model_argument, model_or_default, note_if_demo
 from .common.options import (
     ADAPTERS,
     COUNT,
@@ -21,7 +21,7 @@ from .common.options import (
     NO_HEAD,
     check_one,
     command,
-    option,
+    option_field,
     options_of,
 )
 from .common.output import ProgressBar, ReportOptions, folding_table
@@ -33,45 +33,45 @@ if TYPE_CHECKING:
 
 _DIGEST = 8  # characters, enough to distinguish models of one kind and size
 _WIDEST_BAR = 60  # columns
-_measurement = partial(option, group="Measurement")
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """What to measure."""
+
+    adapter_path: str | None = option_field(*ADAPTERS, type=NAME)
+    contexts: tuple[int, ...] = option_field(
+        "--context N",
+        "Measure behind N tokens of context; may be given several times.  [default: 64, 1000 and "
+        "8000, or as many as the model and the memory allow]",
+        type=COUNT,
+        multiple=True,
+    )
+    head: str | None = option_field(
+        HEAD[0],
+        "Also measure the drafts of this trained head.  [default: the one that comes with MODEL, "
+        "if it has one]",
+        type=MODEL,
+    )
+    no_head: bool = option_field(*NO_HEAD, default=False)
+    sequences: int = option_field(
+        "--sequences N",
+        "Measure steps that N sequences share; T(1) is then a plain step of all.",
+        default=1,
+        type=COUNT,
+    )
+    show: bool = option_field(
+        "--show",
+        "Show what is known of MODEL, or else of all, and measure nothing.",
+        default=False,
+    )
 
 
 @command("calibrate", short_help="Measure what steps of MODEL cost by their rows.")
-@model_argument(ABOUT + DEFAULT)
-@_measurement(*ADAPTERS, type=NAME)
-@_measurement(
-    "--context N",
-    "Measure behind N tokens of context; may be given several times.  [default: 64, 1000 and "
-    "8000, or as many as the model and the memory allow]",
-    type=COUNT,
-    multiple=True,
-)
-@_measurement(
-    HEAD[0],
-    "Also measure the drafts of this trained head.  [default: the one that comes with MODEL, if it "
-    "has one]",
-    type=MODEL,
-)
-@_measurement(*NO_HEAD)
-@_measurement(
-    "--sequences N",
-    "Measure steps that N sequences share; T(1) is then a plain step of all.",
-    default=1,
-    type=COUNT,
-)
-@_measurement("--show", "Show what is known of MODEL, or else of all, and measure nothing.")
+@model_argument()
+@options_of(CalibrateOptions, "asked", "Measurement")
 @options_of(ReportOptions, "shows", "Output")
-def calibrate_command(
-    *,
-    model: str | None,
-    adapter_path: str | None,
-    context: tuple[int, ...],
-    head: str | None,
-    no_head: bool,
-    sequences: int,
-    show: bool,
-    shows: ReportOptions,
-) -> None:
+def calibrate_command(model: str | None, asked: CalibrateOptions, shows: ReportOptions) -> None:
     """Measure what steps of MODEL cost by their number of rows, and keep it.
 
     \b
@@ -91,13 +91,13 @@ def calibrate_command(
     the exit status is 1. The times are kept in the user's cache directory, or in the directory
     that MLXSPEC_CACHE_DIR names.
     """
-    shows.check()
-    check_one(head=head, no_head=no_head, show=show, sequences=sequences > 1)
-    if show:
-        report: Report = {"curves": _known(model, adapter_path, context)}
+    several = asked.sequences > 1
+    check_one(head=asked.head, no_head=asked.no_head, show=asked.show, sequences=several)
+    if asked.show:
+        report: Report = {"curves": _known(model, asked)}
     else:
-        wanted = False if no_head or sequences > 1 else head
-        report = _measured(needed_model(model), adapter_path, wanted, context, sequences)
+        note_if_demo(model)
+        report = _measured(model_or_default(model), asked)
     shows.show_tables(report, _tables(report))
 
 
@@ -135,13 +135,7 @@ def _curve(key: CostKey, context: int, known: KnownTimes) -> Report:
     }
 
 
-def _measured(
-    name: str,
-    adapter_path: str | None,
-    head: str | bool | None,
-    contexts: Sequence[int],
-    sequences: int,
-) -> Report:
+def _measured(name: str, asked: CalibrateOptions) -> Report:
     """Load a model, measure it carefully, and keep that.
 
     Returns:
@@ -151,8 +145,9 @@ def _measured(
     from ..models.heads.loading import load_with_head
     from ..models.model_files import given_name
 
-    model, _, its_head = load_with_head(name, head, adapter_path)
-    first, *longer = measured_curves(model, given_name(name), contexts, sequences)
+    wanted = False if asked.no_head or asked.sequences > 1 else asked.head
+    model, _, its_head = load_with_head(name, wanted, asked.adapter_path)
+    first, *longer = measured_curves(model, given_name(name), asked.contexts, asked.sequences)
     report = {**first, "longer_contexts": longer, "head": None}
     if its_head and (trained := attach_head(its_head, model)):
         drafts = [(n, trained.experience.seconds(n)) for n in range(1, trained.head.most + 1)]
@@ -207,7 +202,7 @@ def measured_curves(
     return [_curve(key, context, known) for context, known in found.items()]
 
 
-def _known(name: str | None, adapter_path: str | None, contexts: Sequence[int]) -> list[Report]:
+def _known(name: str | None, asked: CalibrateOptions) -> list[Report]:
     """The curves in the cache: of one model, or all."""
     from ..drafting.kept import CostCache
     from ..engine.costs import model_identity
@@ -215,12 +210,13 @@ def _known(name: str | None, adapter_path: str | None, contexts: Sequence[int]) 
 
     digest = None
     if name is not None:
-        digest = model_identity(load(name, adapter_path=adapter_path, lazy=True)[0])["digest"]
+        digest = model_identity(load(name, adapter_path=asked.adapter_path, lazy=True)[0])["digest"]
     return [
         _curve(key, context, known)
         for key, times in CostCache().entries()
         for context, known in sorted(times.items())
-        if digest in (None, key.model["digest"]) and (not contexts or context in contexts)
+        if digest in (None, key.model["digest"])
+        and (not asked.contexts or context in asked.contexts)
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import click
@@ -11,6 +10,7 @@ from ..errors import OptionError
 from ..models.model_files import (
     DEMO,
     NO_MODEL_NAME,
+    absolute_name,
     hub_repository,
     is_repository_name,
     local_path,
@@ -121,14 +121,11 @@ def _model(name: str, config: dict[str, Any]) -> str:
     Raises:
         OptionError: it is neither a directory nor the name of a repository.
     """
-    directory = local_path(name)
     if name == DEMO or ALIAS_PREFIX + name in config:
         return name
-    if directory.is_dir():
-        return os.path.abspath(directory)
-    if not is_repository_name(hub_repository(name)[0]):
+    if not local_path(name).is_dir() and not is_repository_name(hub_repository(name)[0]):
         raise OptionError(f"{name}: {NO_MODEL_NAME}")
-    return name
+    return absolute_name(name)
 
 
 def _write(key: str, value: Any) -> None:

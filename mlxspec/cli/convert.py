@@ -9,7 +9,7 @@ import click
 from ..models.model_files import local_path
 from .common.model_choice import model_argument
 from .common.notes import say
-from .common.options import NAME, command, option
+from .common.options import NAME, check_one, command, option
 from .common.output import ProgressBar
 
 _checkpoint = partial(option, group="Checkpoint")
@@ -55,11 +55,8 @@ def convert_command(model: str | None, **options: Any) -> None:
     """
     from ..convert.conversion import convert
 
+    check_one(model=model, torch_path=options["torch_path"], hf_path=options["hf_path"])
     if model is not None:
-        for name in ("torch_path", "hf_path"):
-            if options[name] is not None:
-                spelled = f"--{name.replace('_', '-')}"
-                raise click.UsageError(f"{model} and {spelled} are given together: choose one")
         directory = local_path(model)
         is_original = (directory / "params.json").is_file() or any(directory.glob("consolidated*"))
         options["torch_path" if is_original else "hf_path"] = model

@@ -16,10 +16,10 @@ from rich.tree import Tree
 from ..errors import OptionError
 from ..terminal import one_line, visible
 from .common.generation import Generation, generation_options
-from .common.model_choice import model_or_default, note_if_demo
+from .common.model_choice import model_option, model_or_default, note_if_demo
 from .common.options import COUNT, color_option, command, option, options_of
 from .common.output import ProgressBar, ReportOptions, error_console, prefill_bar
-from .common.prompt import PromptOptions, model_option, prompt_argument
+from .common.prompt import PromptOptions, prompt_argument
 from .memory import Memories
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ def explain_command(
       mlxspec explain "Say this three times: ..." --steps 5 --skip 0
       mlxspec explain --decoder lookahead --prompt-file ask.txt --html steps.html
     """
-    source = prompt.read()  # this, and all checks that need no model, before a model is loaded
-    shows.check()
+    source = prompt.read()  # before a model is loaded
 
     from ..drafting.sources import RecordingDrafter
     from ..models.model_files import given_name

@@ -19,7 +19,7 @@ from ..errors import PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .common.generation import Generation, generation_options
-from .common.model_choice import model_or_default, note_if_demo
+from .common.model_choice import model_option, model_or_default, note_if_demo
 from .common.notes import silence_notes
 from .common.options import COUNT, NAME, check_one, color_option, command, option, options_of
 from .common.output import (
@@ -30,7 +30,7 @@ from .common.output import (
     result_report,
     write_json,
 )
-from .common.prompt import PromptOptions, model_option, prompt_argument
+from .common.prompt import PromptOptions, prompt_argument
 from .memory import Memories
 
 if TYPE_CHECKING:
@@ -120,14 +120,13 @@ def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -
     sources = *vars(options["prompt"]).values(), prompts
     if launched_rank() is not None and "-" in sources:
         raise PromptError("-: mlx.launch does not pass on the end of standard input; name a file")
-    if prompts is not None:
-        from .prompt_files import answer_prompts
-
-        with leading() as leader:
-            answer_prompts(prompts, concurrency, leader=leader, **options)
-    else:
-        with leading() as leader:
+    with leading() as leader:
+        if prompts is None:
             answer(leader=leader, **options)
+        else:
+            from .prompt_files import answer_prompts
+
+            answer_prompts(prompts, concurrency, leader=leader, **options)
 
 
 def answer(
@@ -181,8 +180,7 @@ def answer(
         result.step_times, result.prompt_tokens = decoder.step_times.table(), len(tokens)
         if printer:
             printer.finish()
-            panel = figures_panel(result, printer.color, decoder.predicted_cost)
-            console.print("", panel, sep="\n")
+            console.print("", figures_panel(result, printer.color), sep="\n")
         else:
             write_json(result_report(result, model))
         generation.note_if_full(decoder.model, result.finish_reason, len(result.tokens))
@@ -194,16 +192,15 @@ def answer(
         sys.exit(INTERRUPTED)
 
 
-def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float = 0.0) -> Panel:
+def figures_panel(result: GenerationResult, legend: bool) -> Panel:
     """The figures of a generation, and a legend for the two colours.
 
     Args:
         result: what was generated.
         legend: whether to add the legend.
-        predicted_cost: the cost of the steps, in plain steps; 0 if unknown.
     """
     figures = Figures()
-    figures.add(result, len(result.tokens), predicted_cost)
+    figures.add(result, len(result.tokens))
     meaning = f"{colored('■ accepted draft', True)}  {colored('■ target’s own', False)}"
     return figures.panel(
         subtitle="interrupted" if result.finish_reason == "interrupted" else None,

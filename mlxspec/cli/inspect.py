@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.filesize import decimal
 
 from ..errors import OptionError
-from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
+from .common.model_choice import model_argument, model_or_default, note_if_demo
 from .common.notes import say
 from .common.options import ADAPTERS, NAME, command, option
 from .common.output import print_rows, write_json
@@ -27,7 +27,7 @@ _SIZES = {"hidden_size": "features", "vocab_size": "tokens", "num_hidden_layers"
 
 
 @command("inspect", short_help="Show what MODEL is, and which drafts it verifies.")
-@model_argument(ABOUT + DEFAULT)
+@model_argument()
 @option(*ADAPTERS, type=NAME, group="Model")
 @option("--json", "Write one JSON object.", "as_json", group="Output")
 def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) -> None:
@@ -53,7 +53,8 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
     from ..models.model import load
     from ..models.model_files import find_directory, read_config
 
-    model = needed_model(model)
+    note_if_demo(model)
+    model = model_or_default(model)
     directory = find_directory(model, None, weights=())
     if not named_kind(read_config(directory)):
         own = own_head(directory)

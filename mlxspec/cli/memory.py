@@ -73,6 +73,7 @@ class Memories(ExitStack):
         """
         from ..corpus.answers import KeptAnswers, identify, memory_directory
         from ..corpus.memory import Memory
+        from ..models.model_files import absolute_name
 
         if not self._settings.keeps_some:  # identifying a tokenizer takes a tenth of a second
             return None
@@ -81,11 +82,11 @@ class Memories(ExitStack):
             return None
         if identity.fingerprint not in self._memories:
             try:
-                kept = KeptAnswers(memory_directory(), identity, _absolute(model))
+                kept = KeptAnswers(memory_directory(), identity, absolute_name(model))
             except FileError as error:
                 note(f"{error}; answers are remembered only until this command ends")
                 return None
-            memory = Memory(most, kept=kept, on_trouble=note)
+            memory = Memory(most, kept=kept)
             self._memories[identity.fingerprint] = memory
             self.push(lambda kind, *_: memory.close(patience=0 if kind else None))
         return self._memories[identity.fingerprint]
@@ -104,14 +105,6 @@ class Memories(ExitStack):
                     "mlxspec can remember answers between runs and draft from them: "
                     "mlxspec memory on (shown once)"
                 )
-
-
-def _absolute(model: str) -> str:
-    """A model's name that is valid in every directory."""
-    from ..models.model_files import DEMO, local_path
-
-    is_there = model != DEMO and local_path(model).exists()
-    return os.path.abspath(local_path(model)) if is_there else model
 
 
 @group("memory", short_help="Keep answers between runs, to draft from.")

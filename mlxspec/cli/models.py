@@ -92,21 +92,17 @@ def _tables(models: list[dict[str, Any]], memory: int, default: str) -> Iterator
     table = folding_table("model", "weights", "memory", "fits")
     usable = [one for one in models if one["usable"]]
     for one in usable:
-        fits, takes = "yes" if one["fits"] else "no", _size(one["memory_bytes"] or 0)
+        fits, takes = "yes" if one["fits"] else "no", decimal(one["memory_bytes"] or 0)
         table.add_row(one_line(one["name"]), one_line(one["weights"] or ""), takes, fits)
     yield table
-    yield f"MLX may take {_size(memory)} here; the default model is {one_line(default)}"
+    yield f"MLX may take {decimal(memory)} here; the default model is {one_line(default)}"
     for one in models:
         yield from (one_line(f"{alias} stands for {one['name']}") for alias in one["aliases"])
         if not one["usable"]:
-            size = _size(one["bytes"])
+            size = decimal(one["bytes"])
             yield one_line(f"{one['name']}, {size}, cannot be run: {one['reason']}")
     if [one["name"] for one in usable] == [DEMO]:
         yield (
             "\nA model from the Hugging Face Hub is downloaded when you first name it: "
             f"mlxspec chat {SMALL_MODEL}"
         )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else decimal(nbytes)

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -131,36 +131,32 @@ def read_line(value: Any) -> dict[str, Any]:
 # --- the answers ---
 
 
+@dataclass
 class PromptAnswers:
     """Answers the lines of a file and writes the results to standard output, in order.
 
-    Args:
+    Attributes:
         generation: the options of lines that do not set them.
         decoder: the decoder of ``generation``.
         prompt: options of the chat template.
         concurrency: how many prompts to answer at once, at most.
         logprobs: how many of the likeliest tokens get log-probabilities in the results, besides the
             chosen token; None for no log-probabilities.
-
-    Attributes:
         failed: how many prompts could not be answered.
         figures: the figures of the others.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        decoder: Decoder,
-        prompt: PromptOptions,
-        concurrency: int,
-        logprobs: int | None,
-    ) -> None:
-        self._generation, self._prompt, self._logprobs = generation, prompt, logprobs
-        self._decoder = decoder
+    generation: Generation
+    decoder: Decoder
+    prompt: PromptOptions
+    concurrency: int
+    logprobs: int | None
+
+    def __post_init__(self) -> None:
         self.failed = self._begun = self._written = 0
         self.figures = Figures()
         # Nobody reads the answers as they grow, so they may wait for the prompts of others.
-        self._engine = Engine(decoder, max_active=concurrency, stall=math.inf)
+        self._engine = Engine(self.decoder, max_active=self.concurrency, stall=math.inf)
         self._ready: dict[int, str] = {}  # results to write after earlier ones, by their index
 
     def panel(self, interrupted: bool) -> Panel:
@@ -216,18 +212,18 @@ class PromptAnswers:
         """
         asked = read_line(value)
         source = asked.get("prompt") or asked["messages"]
-        tokens, templated = self._prompt.encoded(source, self._decoder.tokenizer)
+        tokens, templated = self.prompt.encoded(source, self.decoder.tokenizer)
         options = {name: asked[name] for name in _OPTIONS & asked.keys()}
-        most = checked_max_tokens(options.pop("max_tokens", self._generation.max_tokens))
-        request, as_shown = replace(self._generation, max_tokens=most).request(
-            self._decoder,
+        most = checked_max_tokens(options.pop("max_tokens", self.generation.max_tokens))
+        request, as_shown = replace(self.generation, max_tokens=most).request(
+            self.decoder,
             tokens,
             templated=templated,
-            begun=self._prompt.prefill_response,
+            begun=self.prompt.prefill_response,
             **options,
         )
-        result = GenerationResult(logprobs=None if self._logprobs is None else [])
-        request.receive = lambda response: result.add(as_shown(response), self._logprobs or 0)
+        result = GenerationResult(logprobs=None if self.logprobs is None else [])
+        request.receive = lambda response: result.add(as_shown(response), self.logprobs or 0)
         request.at_end = lambda: self._finish(names, number, request, result)
         return request
 
@@ -241,13 +237,11 @@ class PromptAnswers:
         self, names: dict[str, Any], number: int, request: Request, result: GenerationResult
     ) -> None:
         """Make the result from what was generated, or from the error that ended it."""
-        self.figures.plain_cost += request.plain_seconds
-        self.figures.cost += request.decode_seconds
         if request.error:
             self._fail(names, number, request.error)
             return
         result.prompt_tokens = len(request.prompt)
-        report = result_report(result, model_or_default(self._generation.model))
+        report = result_report(result, model_or_default(self.generation.model))
         del report["step_times"]  # they include all answers
         self._ready[names["index"]] = json_text({**names, **report})
         self.figures.add(result, len(result.tokens))

@@ -130,7 +130,6 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
 
     policies = _policies(asked)
     chips = _chips(asked.chips, asked.curve)
-    shows.check()
     tokenizer = load_tokenizer_of(asked.tokenizer)
     completions = read_completions(traces, tokenizer, asked.limit)
     curves = {name: chip.curve for name, chip in chips.items()}

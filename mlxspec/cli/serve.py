@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import click
@@ -45,6 +45,7 @@ from .common.options import (
     ADAPTERS,
     COUNT,
     NAME,
+    all_of,
     check_one,
     color_option,
     command,
@@ -58,7 +59,6 @@ from .settings import load_aliases
 
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
-    from ..generation.options import GenerationOptions
     from ..models.model import OnRead
     from ..server.body import ApiError
     from ..server.catalog import Catalog, Entry
@@ -188,18 +188,15 @@ class ServeOptions:
     )
 
 
-def serve_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument and the options of ``serve`` to a command."""
-    for add in (
-        color_option("Output", "Colour the lines."),
-        options_of(CacheOptions, "caches", "Memory"),
-        options_of(DraftingOptions, "drafting", "Drafting"),
-        template_option("Requests"),
-        options_of(ServeOptions, "options"),
-        model_argument(several=True),
-    ):
-        function = add(function)
-    return function
+serve_options = all_of(
+    model_argument(several=True),
+    options_of(ServeOptions, "options"),
+    template_option("Requests"),
+    options_of(DraftingOptions, "drafting", "Drafting"),
+    options_of(CacheOptions, "caches", "Memory"),
+    color_option("Output", "Colour the lines."),
+)
+"""The argument and the options of ``serve``."""
 
 
 def checked(
@@ -273,35 +270,21 @@ def serve_command(
             )
         keys, hosts = checked(models, options, drafting, os.environ.get(API_KEY, ""))
         names = models or (() if options.available else (None,))
-        template = chat_template_config or {}
-        _run(names, named, options, template, keys, hosts, error_console(color), leader)
+        loader = _Loader(names, named, options, chat_template_config or {}, keys, leader)
+        _run(loader, hosts, error_console(color))
 
 
-def _run(
-    names: Sequence[str | None],
-    named: Generation,
-    options: ServeOptions,
-    template: Mapping[str, Any],
-    keys: list[str],
-    hosts: set[str] | None,
-    console: Console,
-    leader: Leader | None = None,
-) -> None:
-    """Load the models of these names, and serve them until Ctrl-C or SIGTERM.
-
-    With a ``leader``, they are split over its ranks.
-    """
+def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
+    """Load the models, and serve them until Ctrl-C or SIGTERM."""
+    options = loader.options
     give_back_large_blocks()
     with ExitStack() as serving:
         listening = serving.enter_context(_listening(options.host, options.port))
         from ..server.app import create_app
         from ..server.catalog import Catalog
-        from ..server.memory import ServerMemory
         from ..server.worker import Worker
 
-        # With several keys, kept answers would show others what has been written.
-        keeps = not named.drafting.no_memory and len(keys) < 2
-        memories = serving.enter_context(Memories(keeps))
+        serving.enter_context(loader.memories)
         if options.cache_dir:
             serving.callback(os.close, _locked(options.cache_dir))
         quiet, color = options.quiet, not console.no_color
@@ -311,10 +294,9 @@ def _run(
             queued=options.queue,
             stall=options.stall,
             on_end=lambda request: log(end_record(request)),
-            memory=ServerMemory(options.memory, options.cache_bytes),
+            memory=loader.memory,
         )
-        loader = _Loader(named, options, memories, worker.memory, template, keys, leader)
-        entries = loader.entries(names)
+        entries = loader.entries()
         found = loader.find, loader.save
         default = None if entries else default_model()
         catalog = Catalog(worker, loader.load, entries, *found, default=default, log=log)
@@ -324,21 +306,21 @@ def _run(
         serving.callback(worker.stop)
         serving.callback(catalog.close)
         catalog.start()
-        if names:
-            note_if_demo(names[0])
+        if loader.names:
+            note_if_demo(loader.names[0])
         if not options.quiet:
-            console.print(_about(options.host, listening, catalog, bool(keys)))
+            console.print(_about(options.host, listening, catalog, bool(loader.keys)))
         if not (options.quiet or options.log_json):
-            memories.suggest_once()
+            loader.memories.suggest_once()
         app = create_app(
             catalog,
             max_tokens=options.max_tokens,
             hosts=hosts,
-            keys=keys,
+            keys=loader.keys,
             strict_model_names=options.strict_model_names,
             on_refusal=lambda path, error: log(refusal_record(path, error)),
         )
-        _serve(app, listening, catalog, options.grace, leader)
+        _serve(app, listening, catalog, loader)
         # After an error nothing is saved, since the worker may still be using the prefixes.
         catalog.close()
         worker.stop()
@@ -361,25 +343,26 @@ def _keys(file: Path | None, other: str) -> list[str]:
     return keys
 
 
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
 def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | None:
     """The host names that requests may use for the server; None for any.
 
     Raises:
-        OptionError: other machines could use it without a key, or a name has a port.
+        OptionError: other machines could use it without a key.
     """
-    from ..server.auth import host_name, is_loopback
+    from ..server.auth import host_name
 
-    for name in allowed:
-        if name != host_name(name):
-            raise OptionError(f"--allowed-host {one_line(name)}: give the name without a port")
-    if is_loopback(host):
-        return {"localhost", "127.0.0.1", "[::1]", bracketed(host), *allowed}
+    names = {host_name(name) for name in allowed}
+    if host in _LOOPBACK:
+        return {*map(bracketed, _LOOPBACK), *names}
     if not keys:
         raise OptionError(
             f"--host {host} can be reached from other machines: give a key with --api-key-file or "
             f"{API_KEY}, or listen on 127.0.0.1"
         )
-    return {bracketed(host), *allowed} if allowed else None
+    return {bracketed(host), *names} if names else None
 
 
 def bracketed(host: str) -> str:
@@ -405,55 +388,53 @@ def _listening(host: str, port: int) -> socket.socket:
     return listening
 
 
+@dataclass
 class _Loader:
     """Loads a server's models: at its start, and as requests need them.
 
-    Args:
+    Attributes:
+        names: those of the start; None is the default model.
         named: how to load those of the start.
         options: the server's.
-        memories: hold the earlier answers to draft from.
-        memory: the memory of the server.
         template: default arguments of the chat template.
         keys: the valid API keys; an only one's requests use the decoders' own memories.
         leader: splits the models over its ranks; None for one process.
+        memories: hold the earlier answers to draft from.
+        paths: what the models of the start are loaded from.
     """
 
-    def __init__(
-        self,
-        named: Generation,
-        options: ServeOptions,
-        memories: Memories,
-        memory: ServerMemory,
-        template: Mapping[str, Any],
-        keys: Sequence[str] = (),
-        leader: Leader | None = None,
-    ) -> None:
-        self._named = named
-        # A head, a draft model and a store belong to the models that were named with them.
-        apart = replace(named.drafting, head=None, draft_model=None, store=None)
-        self._others = replace(named, drafting=apart, adapter_path=None)
-        self._options = options
-        self._memories = memories
-        self._memory = memory
-        self._template = template
-        self._owner = keys[0] if len(keys) == 1 else ""
-        self._leader = leader
-        self._paths: list[str] = []
+    names: Sequence[str | None]
+    named: Generation
+    options: ServeOptions
+    template: Mapping[str, Any]
+    keys: Sequence[str]
+    leader: Leader | None
+
+    def __post_init__(self) -> None:
+        # With several keys, kept answers would show others what has been written.
+        self.memories = Memories(not self.named.drafting.no_memory and len(self.keys) < 2)
+        self.paths = [*dict.fromkeys(map(model_or_default, self.names))]
         self._left_out: set[Path] = set()
 
-    def entries(self, names: Sequence[str | None]) -> list[Entry]:
+    @cached_property
+    def memory(self) -> ServerMemory:
+        """The memory of the server."""
+        from ..server.memory import ServerMemory
+
+        return ServerMemory(self.options.memory, self.options.cache_bytes)
+
+    def entries(self) -> list[Entry]:
         """The models to load at the start, which stay, unless --keep-alive is given."""
         from ..models.model_files import given_name
         from ..server.catalog import Entry
 
-        self._paths = [*dict.fromkeys(map(model_or_default, names))]
-        given = [given_name(path) for path in self._paths]
+        given = [given_name(path) for path in self.paths]
         entries = []
-        for name, path in zip(given, self._paths, strict=True):
+        for name, path in zip(given, self.paths, strict=True):
             # The last part of a directory's path, unless another one has the same.
             name = name if name and given.count(name) == 1 else path
             others = _other_names(name, path)
-            entries.append(Entry(name, path, others, keep_alive=self._options.keep_alive))
+            entries.append(Entry(name, path, others, keep_alive=self.options.keep_alive))
         return entries
 
     def find(self) -> list[Entry]:
@@ -463,10 +444,10 @@ class _Loader:
         from ..models.on_machine import model_files
         from ..server.catalog import KEEP_ALIVE, Entry
 
-        ours = {local_path(path).resolve() for path in self._paths}
+        ours = {local_path(path).resolve() for path in self.paths}
         entries: dict[str, Entry] = {}
-        seconds = self._options.keep_alive
-        for source in self._options.available:
+        seconds = self.options.keep_alive
+        for source in self.options.available:
             for name, directory in _found(source):
                 if name in entries or directory.resolve() in ours:
                     continue
@@ -488,31 +469,18 @@ class _Loader:
 
     def load(self, entry: Entry, on_read: OnRead) -> ServedModel:
         """Load a model; its steps have not been measured yet."""
-        from ..server.prefix_cache import PrefixCache
-        from ..server.served_model import CacheMemory, ServedModel
+        from ..server.served_model import ServedModel
 
-        how = self._named if entry.path in self._paths else self._others
-        how = replace(how, model=entry.path)
-        decoder = how.load(None, self._memories, self._leader, on_read)
+        is_named = entry.path in self.paths
+        how = self.named.for_model(entry.path, is_named)
+        decoder = how.load(None, self.memories, self.leader, on_read)
         # With many forwards, which may run beside those of other models.
         _ = decoder.capability, decoder.joint_mode
-
-        model, caches = decoder.model, how.caches
-        prefixes = PrefixCache(
-            *(model, self._memory.most_cached, caches),
-            warn=note,
-            chunks_matter=decoder.chunks_matter,
-        )
-        memory = CacheMemory(model, caches, getattr(decoder.drafting, "draft_model", None))
-        served = ServedModel(
-            *(entry.name, decoder, prefixes, memory),
-            cast("GenerationOptions", vars(caches)),
-            self._template,
-            owner=self._owner,
-        )
+        most, owner = self.memory.most_cached, self.keys[0] if len(self.keys) == 1 else ""
+        served = ServedModel(entry.name, decoder, how.caches, most, self.template, owner)
         if place := self._place(entry):
-            most = self._memory.most_idle(memory.weights) // max(1, len(self._paths))
-            prefixes.load(place, most)
+            most = self.memory.most_idle(served.memory.weights) // max(1, len(self.paths))
+            served.cache.load(place, most)
         return served
 
     def save(self, entry: Entry) -> None:
@@ -522,10 +490,10 @@ class _Loader:
 
     def _place(self, entry: Entry) -> Path | None:
         """The directory of a model's prefixes, if they are kept."""
-        if not self._options.cache_dir:
+        if not self.options.cache_dir:
             return None
         # With a suffix, since a path may be "..".
-        return self._options.cache_dir / f"{quote(entry.path, safe='')}.prefixes"
+        return self.options.cache_dir / f"{quote(entry.path, safe='')}.prefixes"
 
 
 def _found(source: str) -> Iterator[tuple[str, Path]]:
@@ -608,27 +576,19 @@ def _about(host: str, listening: socket.socket, catalog: Catalog, with_key: bool
 _LAST_ERRORS = 2.0  # seconds for clients to take the error if a rank is gone
 
 
-def _serve(
-    app: Any,
-    listening: socket.socket,
-    catalog: Catalog,
-    grace: float,
-    leader: Leader | None,
-) -> None:
-    """Answer requests until Ctrl-C or SIGTERM; give running ones ``grace`` seconds to end.
+def _serve(app: Any, listening: socket.socket, catalog: Catalog, loader: _Loader) -> None:
+    """Answer requests until Ctrl-C or SIGTERM; give running ones ``--grace`` seconds to end.
 
     The loss of a rank ends them at once, with an error.
     """
     from ..server.body import ApiError
     from ..server.connections import HttpServer
 
-    worker, ended = catalog.worker, threading.Event()
+    worker, ended, grace = catalog.worker, threading.Event(), loader.options.grace
 
     def on_exit() -> None:
-        running = len({request.stream for request in worker.requests.copy()})
-        if running := running + sum(entry.waiting for entry in catalog.entries):
-            requests = counted(running, "running request")
-            note(f"{grace:g} s for {requests} to end; press Ctrl-C again to stop at once")
+        if worker.requests or any(entry.waiting for entry in catalog.entries):
+            note(f"{grace:g} s for running requests to end; press Ctrl-C again to stop at once")
 
     server = HttpServer(app, grace=grace, on_exit=on_exit)
 
@@ -637,8 +597,8 @@ def _serve(
         server.should_exit = True
         ended.wait(_LAST_ERRORS)
 
-    if leader:
-        leader.channel.on_loss = on_loss
+    if loader.leader:
+        loader.leader.channel.on_loss = on_loss
     # Nothing that is loaded now becomes garbage. Without this, each full collection would scan it,
     # and delay every request by 100 ms.
     gc.freeze()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from itertools import count
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
-from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from .common.model_choice import MODEL
 from .common.notes import note, say
@@ -59,14 +59,16 @@ def build_command(paths: tuple[str, ...], model: str, output: str, force: bool) 
     files = find_files(paths)
     tokenizer = load_tokenizer_of(model)
     counts = Counter[str]()
-    done = count(1)
-    figures = MofNCompleteColumn(), TimeElapsedColumn()
+
+    def shown() -> Iterator[Path]:
+        for number, file in enumerate(files):
+            bar(number, len(files))
+            yield file
+
     try:
-        with ProgressBar("Reading", *figures) as bar:
-            sequences = (
-                tokenizer.encode(text, add_special_tokens=False)
-                for text in read_texts(files, counts, lambda _: bar(next(done), len(files)))
-            )
+        with ProgressBar("Reading") as bar:
+            texts = read_texts(shown(), counts)
+            sequences = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
             store = build_store(output, sequences, tokenizer, force=force)
     finally:  # even after an error: skipped texts may be its cause
         for number, thing, reason in (

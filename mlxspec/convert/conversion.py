@@ -15,7 +15,8 @@ from ..errors import FileError, LoadError, OptionError
 from ..files import new_directory
 from ..models.heads.loading import head_directory
 from ..models.model import load_lazily
-from ..models.model_files import find_directory, local_path, one_line, read_config
+from ..models.model_files import find_directory, local_path, read_config
+from ..terminal import one_line
 from .hugging_face import copy_tokenizer, load_head_alone
 from .original import load_original
 

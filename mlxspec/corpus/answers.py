@@ -8,7 +8,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,9 +86,6 @@ DATABASE = "answers.sqlite"
 INDEX = ".index"
 INDEX_FORMAT = "mlxspec answers index"
 
-OnTrouble = Callable[[str], None]
-"""Called with a line that describes a failure."""
-
 _VERSION = 3
 _BUSY_SECONDS = 30.0
 _PAGE = 500  # rows read at a time
@@ -158,12 +155,13 @@ RETURNING id
 """
 
 
+@dataclass(eq=False)
 class KeptAnswers:
     """The kept answers of one tokenizer.
 
     One thread at a time may use it; several processes may open the same database.
 
-    Args:
+    Attributes:
         directory: the database's directory, made if missing. None keeps the answers in the
             process's memory.
         identity: the tokenizer.
@@ -173,14 +171,13 @@ class KeptAnswers:
         FileError: the database cannot be made or opened.
     """
 
-    def __init__(
-        self, directory: Path | None, identity: TokenizerIdentity, model: str = ""
-    ) -> None:
-        self.directory = directory
-        self.identity = identity
-        self.model = model
-        self._db = connect(directory)
-        values = identity.fingerprint, identity.name, identity.vocab_size, model
+    directory: Path | None
+    identity: TokenizerIdentity
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        identity, self._db = self.identity, connect(self.directory)
+        values = identity.fingerprint, identity.name, identity.vocab_size, self.model
         self._run(_ADD_TOKENIZER, *values)
         which = "SELECT id FROM tokenizers WHERE fingerprint = ?"
         ((self._tokenizer,),) = self._run(which, identity.fingerprint)

@@ -29,14 +29,7 @@ import numpy as np
 
 from ..errors import FileError, OptionError
 from ..files import replaced
-from .answers import (
-    INDEX_FORMAT,
-    KEPT_TOKENS,
-    KeptAnswers,
-    OnTrouble,
-    TokenizerIdentity,
-    identify,
-)
+from .answers import INDEX_FORMAT, KEPT_TOKENS, KeptAnswers, TokenizerIdentity, identify
 from .suffix_index import (
     EXCERPT_TOKENS,
     MAX_VOCABULARY,
@@ -75,7 +68,8 @@ class Memory:
     The memory's own thread adds and sorts. Look-ups and additions never block, and may be
     made in any thread, even by a finaliser that interrupts a method of the memory.
 
-    A memory changes only the speed of generations, never their output. Several decoders of one
+    A memory changes only the speed of generations, never their output. If the disk fails, it logs a
+    warning, and remembers answers in the process alone. Several decoders of one
     tokenizer may share it. Equal answers are remembered once. A full memory drops the answers that
     were least recently given.
 
@@ -84,8 +78,6 @@ class Memory:
             and MAX_TOKENS without.
         kept: the database that keeps the answers; the memory closes it. Without it they end with
             the process.
-        on_trouble: called in the memory's thread with a line that describes a failure. The memory
-            continues.
 
     Attributes:
         kept: as passed; do not call its methods.
@@ -95,20 +87,14 @@ class Memory:
         FileError: the kept answers cannot be read.
     """
 
-    def __init__(
-        self,
-        max_tokens: int | None = None,
-        *,
-        kept: KeptAnswers | None = None,
-        on_trouble: OnTrouble = lambda line: None,
-    ) -> None:
+    def __init__(self, max_tokens: int | None = None, *, kept: KeptAnswers | None = None) -> None:
         if max_tokens is None:
             max_tokens = KEPT_TOKENS if kept else MAX_TOKENS
         if type(max_tokens) is not int or max_tokens < 0:
             raise OptionError(f"max_tokens is {max_tokens!r}: give a whole number, at least 0")
         self.kept = kept
         answers = kept or KeptAnswers(None, _IN_MEMORY)
-        self._worker = _MemoryWorker(answers, max_tokens, on_trouble)
+        self._worker = _MemoryWorker(answers, max_tokens)
         self._thread = threading.Thread(target=self._worker.run, name="mlxspec memory", daemon=True)
         self._thread.start()
         _open.add(self)
@@ -121,7 +107,6 @@ class Memory:
         tokenizer: Any,
         *,
         max_tokens: int = KEPT_TOKENS,
-        on_trouble: OnTrouble = _log.warning,
     ) -> Memory:
         """A memory on disk, which several processes may open at once.
 
@@ -130,7 +115,6 @@ class Memory:
                 variable MLXSPEC_MEMORY names it.
             tokenizer: the tokenizer of the answers.
             max_tokens: how many tokens to keep.
-            on_trouble: as for the class; by default the line is logged as a warning.
 
         Raises:
             OptionError: as for the class.
@@ -138,7 +122,7 @@ class Memory:
         """
         model = str(getattr(tokenizer, "name_or_path", ""))
         kept = KeptAnswers(Path(directory), identify(tokenizer), model)
-        return cls(max_tokens, kept=kept, on_trouble=on_trouble)
+        return cls(max_tokens, kept=kept)
 
     def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = EXCERPT_TOKENS) -> Excerpts:
         """Find what followed earlier occurrences of a context's end.
@@ -227,13 +211,12 @@ class _MemoryWorker:
         hurries: whether to stop sorting.
     """
 
-    def __init__(self, answers: KeptAnswers, max_tokens: int, on_trouble: OnTrouble) -> None:
+    def __init__(self, answers: KeptAnswers, max_tokens: int) -> None:
         self.vocab_size = answers.identity.vocab_size
         self.requests: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self.hurries = False
         self._answers = answers
         self._max_tokens = max_tokens
-        self._on_trouble = on_trouble
         self._prompts: dict[int, Sequence[int]] = {}  # last tokens, by the rows of new answers
         self._start_over()
 
@@ -251,7 +234,7 @@ class _MemoryWorker:
         try:
             request()
         except (OSError, FileError) as error:
-            self._on_trouble(f"{error}; answers are remembered until this process ends")
+            _log.warning("%s; answers are remembered until this process ends", error)
             self._answers.close()
             self._answers = KeptAnswers(None, self._answers.identity)
             self._stamp, self._last = self._answers.stamp(), 0

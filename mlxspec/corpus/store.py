@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,7 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     return list(found.values())
 
 
-def read_texts(
-    files: Iterable[Path],
-    counts: Counter[str],
-    on_file: Callable[[Path], object] = lambda file: None,
-) -> Iterator[str]:
+def read_texts(files: Iterable[Path], counts: Counter[str]) -> Iterator[str]:
     """Read texts from files: the models' messages of chat logs (``.jsonl``), all of other files.
 
     Long files are read in pieces of several lines.
@@ -63,7 +59,6 @@ def read_texts(
         files: the files.
         counts: counts the "files" with text, the "skipped" ones that cannot be read as text, and
             "bad_lines" of chat logs.
-        on_file: called after each file.
     """
     for file in files:
         try:
@@ -72,7 +67,6 @@ def read_texts(
                 yield text
         except (UnicodeDecodeError, OSError):
             counts["skipped"] += 1
-        on_file(file)
 
 
 def _files_below(directory: Path) -> Iterator[Path]:

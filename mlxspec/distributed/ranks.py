@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafting.drafter import DraftTree
 from ..engine.joint import Joint, JointRows
-from ..engine.target import Target, vocabulary_size
+from ..engine.target import Target
 from ..errors import LoadError, MlxspecError
 from ..models.model import evaluate, load
 from .channel import Channel, meet
@@ -90,7 +90,8 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
                 # With a remainder the model would run, but compute something else.
                 if part not in (before, before / size) and not repeated:
                     raise ValueError(f"{place}: {before} divided by {size}")
-        vocabulary_size(model)  # builds a forward, which fails if other shapes do not divide
+        # The graph of a forward cannot be built if other shapes do not divide.
+        model(mx.array([[0]]), cache=make_prompt_cache(model))
     except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
         what = "layers" if model.is_pipeline else "key-value heads"
         raise LoadError(

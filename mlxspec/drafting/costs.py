@@ -104,7 +104,7 @@ class FixedCosts:
         """The time of a step, in plain steps, since no clock was read."""
         return self.curve(rows)
 
-    def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
+    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         """Nothing to do: they stay as they are."""
 
     def end(self) -> None:
@@ -488,10 +488,6 @@ class LiveCosts:
 
     Args:
         known: measured times, as :class:`LiveTimes` takes them.
-
-    Attributes:
-        predicted: what the generation's steps should have taken so far, in plain steps; one
-            without a draft is 1, whether it has waited for its token or not.
     """
 
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
@@ -531,7 +527,6 @@ class LiveCosts:
 
     def _begin_run(self) -> None:
         """Forget the latest steps: each generation has runs of its own."""
-        self.predicted = 0.0
         self._plain_steps = 0  # in a row
         # Seconds of the last run of plain steps: the one that waited, and the last pipelined one.
         self._last_waiting: float | None = None
@@ -574,7 +569,7 @@ class LiveCosts:
         """
         return self._live.stddev > _MOST_STDDEV
 
-    def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
+    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         """Learn from a step.
 
         Plain steps show T(1) only in the middle of a pipeline. The first one waits for its token
@@ -586,10 +581,8 @@ class LiveCosts:
             seconds: its wall time; of a pipelined one of a single sequence, what it would be
                 without drafter.
             pipelined: whether its forward had been dispatched during the step before.
-            head: what a trained head took before it, in plain steps; not part of ``seconds``.
         """
         with self._lock:
-            self.predicted += self.curve(rows) + head
             self._record(rows, seconds, pipelined)
             self._live.ran(rows)
 

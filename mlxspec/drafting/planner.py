@@ -355,7 +355,7 @@ class Planner(Drafter):
         try:
             plan = NO_PLAN
             if not self.failed:
-                (plan,) = plan_drafts([self], [max_depth], self.costs)
+                (plan,) = plan_drafts({self: max_depth}, self.costs)
         except Exception as error:
             plan = Plan(fault=error)
         return self.draft(plan)
@@ -433,7 +433,7 @@ class Planner(Drafter):
         # A step that is planned alone may share a forward that was dispatched before.
         if not plan.joint and step.sequences == 1:
             seconds = step.seconds - spent - plan.head_seconds
-            self.costs.record(step.rows, seconds, step.pipelined, plan.head)
+            self.costs.record(step.rows, seconds, step.pipelined)
         if plan.joint:
             drafted = step.rows - step.sequences
             cost = costs.hopeful(1 + drafted)
@@ -481,8 +481,7 @@ class Planner(Drafter):
 
 
 def plan_drafts(
-    planners: Sequence[Planner],
-    max_depths: Sequence[int],
+    planners: Mapping[Planner, int],
     costs: Costs,
     *,
     sequences: int = 1,
@@ -502,8 +501,8 @@ def plan_drafts(
     than its patience: a few plain joint steps in all, and a tenth of its time.
 
     Args:
-        planners: the planners of the sequences, in the middle of a generation.
-        max_depths: per planner, the greatest depth of its draft.
+        planners: the planners of the sequences, in the middle of a generation, each with the
+            greatest depth of its draft.
         costs: the costs of steps of all sequences: one row is a plain step of all of them, and
             each draft token adds one.
         sequences: the number of sequences that share the step, including those without a planner.
@@ -514,7 +513,7 @@ def plan_drafts(
         a plan per planner; its ``fault`` is the exception of its drafters, if any.
     """
     step = _Step(planners, costs, sequences, rows_taken, patient or sequences == 1)
-    plans = step.run_heads(step.search(max_depths))
+    plans = step.run_heads(step.search())
     gain, n_draft = step.choose()
     pipelined = n_draft == 0 and step.is_pipelined(plans)
     shares = step.shares(n_draft)
@@ -536,14 +535,14 @@ class _Step:
 
     def __init__(
         self,
-        planners: Sequence[Planner],
+        planners: Mapping[Planner, int],
         costs: Costs,
         sequences: int,
         rows_taken: int,
         patient: bool,
     ) -> None:
-        self._planners, self._costs, self._sequences = planners, costs, sequences
-        self._patient = patient
+        self._planners, self._depths = [*planners], planners.values()
+        self._costs, self._sequences, self._patient = costs, sequences, patient
         self._policies = [planner.policy for planner in planners]
         self._curve = costs.hopeful
         self._taken = min(rows_taken, self._curve.widest - 1)
@@ -555,7 +554,7 @@ class _Step:
         self._rate = sum(policy.rate * weight for policy, weight in rates)
         self._rate += sequences - len(planners)
 
-    def search(self, max_depths: Sequence[int]) -> list[Plan]:
+    def search(self) -> list[Plan]:
         """Ask each planner for its candidates and sort all of them.
 
         Returns:
@@ -563,14 +562,10 @@ class _Step:
         """
         curve, plans = self._curve, list[Plan]()
         self._limits: list[Limits] = []
-        least_p = curve.cheapest_rows
-        for planner, weight, max_depth in zip(
-            self._planners, self._weights, max_depths, strict=True
-        ):
-            if self._sequences > 1:  # a row takes time from all sequences
-                scale = self._sequences / weight
-                least_p = [scale * cost for cost in curve.cheapest_rows]
-            limits = Limits(max_depth, self._max_nodes, planner.branching, least_p)
+        for planner, depth, weight in zip(self._planners, self._depths, self._weights, strict=True):
+            scale = self._sequences / weight  # a row takes time from all sequences
+            least_p = [scale * cost for cost in curve.cheapest_rows]
+            limits = Limits(depth, self._max_nodes, planner.branching, least_p)
             self._limits.append(limits)
             try:
                 plans.append(Plan(planner.search(limits)))

@@ -50,10 +50,9 @@ class SuffixSource(Drafter):
     Args:
         token_classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
         experience: the experience of earlier generations, which this one adds to.
-        memory: earlier outputs.
+        memory: earlier outputs, to which this one is added at its end.
         store: texts.
         prediction: the text that the output is expected to follow.
-        remembers: whether to add the output to the memory at its end.
 
     Attributes:
         earned: the generation's counts: "steps", "tokens", and the accepted drafts from each of
@@ -71,11 +70,9 @@ class SuffixSource(Drafter):
         memory: Memory | None = None,
         store: Store | None = None,
         prediction: Sequence[int] = (),
-        remembers: bool = True,
     ) -> None:
         self._experience = experience or Experience()
-        self._memory, self._remembers = memory, remembers
-        self._store, self._prediction = store, prediction
+        self._memory, self._store, self._prediction = memory, store, prediction
         self._token_classes = token_classes
         self._acceptance = AcceptanceModel(token_classes)
 
@@ -128,7 +125,7 @@ class SuffixSource(Drafter):
         self._building.result().extend(step.tokens)
 
     def end(self) -> None:
-        if self._memory and self._remembers:
+        if self._memory:
             output = self._building.result().tokens[len(self._prompt) :]
             self._memory.add(output, self.earned, self._prompt)
         del self._building

@@ -270,51 +270,47 @@ class Slots:
 
     The first slots are in use. MLX writes into these arrays in place unless something still
     refers to an earlier state.
+
+    Args:
+        like: a cache of the layer; it is not put into a slot.
     """
 
-    keys: mx.array
-    values: mx.array
-
-    def __init__(self) -> None:
-        self._shape = 0, 0  # slots, positions
+    def __init__(self, like: KVCache) -> None:
+        keys, values = like.keys_and_values()
+        self.keys = mx.zeros((0, keys.shape[1], 0, keys.shape[3]), keys.dtype)
+        self.values = mx.zeros((0, values.shape[1], 0, values.shape[3]), values.dtype)
 
     def put(self, slot: int, cache: KVCache) -> None:
         """Copy a sequence's keys and values into a slot."""
         keys, values = cache.keys_and_values()
-        if self._shape == (0, 0):
-            self.keys = mx.zeros((0, keys.shape[1], 0, keys.shape[3]), keys.dtype)
-            self.values = mx.zeros((0, values.shape[1], 0, values.shape[3]), values.dtype)
         self.make_room(slot + 1, cache.offset)
         self.keys[slot : slot + 1, :, : cache.offset] = keys
         self.values[slot : slot + 1, :, : cache.offset] = values
 
     def make_room(self, slots: int, positions: int) -> None:
         """Grow to at least this many slots and positions."""
-        before = self._shape
-        if slots <= before[0] and positions <= before[1]:
+        held, _, room, _ = self.keys.shape
+        if slots <= held and positions <= room:
             return
-        slots = max(slots, before[0])
-        positions = before[1] if positions <= before[1] else whole_steps(positions)
+        more_slots = max(slots - held, 0)
+        more_positions = whole_steps(positions) - room if positions > room else 0
 
         def grown(array: mx.array) -> mx.array:
-            more = [(0, slots - before[0]), (0, 0), (0, positions - before[1]), (0, 0)]
-            return mx.pad(array, more)
+            return mx.pad(array, [(0, more_slots), (0, 0), (0, more_positions), (0, 0)])
 
         self.keys, self.values = grown(self.keys), grown(self.values)
-        self._shape = slots, positions
 
     @property
     def capacity(self) -> int:
         """The number of positions in all slots."""
-        return self._shape[0] * self._shape[1]
+        return self.keys.shape[0] * self.keys.shape[2]
 
     def cut(self, slots: int, positions: int) -> None:
         """Shrink to this many slots, and about this many positions."""
-        positions = min(self._shape[1], whole_steps(positions))
+        positions = whole_steps(positions)
         self.keys = mx.contiguous(self.keys[:slots, :, :positions])
         self.values = mx.contiguous(self.values[:slots, :, :positions])
         mx.eval(self.keys, self.values)
-        self._shape = slots, positions
 
     def write(self, places: mx.array, end: int, keys: mx.array, values: mx.array) -> None:
         """Write a step's rows into the first slots.
@@ -325,7 +321,7 @@ class Slots:
             keys, values: (slots, heads, rows, head_dim).
         """
         self.make_room(0, end)
-        unused = self._shape[0] - len(places)
+        unused = len(self.keys) - len(places)
         if unused:
             rows = [(0, unused), (0, 0), (0, 0), (0, 0)]
             places, keys, values = (mx.pad(array, rows) for array in (places, keys, values))

@@ -34,7 +34,7 @@ from .joint import Joint, JointMode
 from .model_sizes import context_length, crossings, named_positions, sparse_crossing
 from .params import CacheOptions
 from .patches import finite, forward_at, install
-from .target import Capability, Target, target_for, together, vocabulary_size
+from .target import Capability, Target, target_for, together
 
 _PREFIX = (3, 1, 4)  # the tokens before a trial step
 _ROWS_DIFFER = "several rows in one forward give different logits than one by one"
@@ -149,8 +149,7 @@ def _verifies_chains(model: nn.Module, capability: Capability) -> bool:
         target.commit(range(keep))
         return rows
 
-    vocab_size = vocabulary_size(model)
-    drafted, single = (target_for(model, capability, vocab_size) for _ in range(2))
+    drafted, single = (target_for(model, capability) for _ in range(2))
     drafted.prefill(_PREFIX)
     single.prefill(_PREFIX)
     first = run(drafted, draft, kept)
@@ -421,7 +420,7 @@ def joint_agrees(model: nn.Module, start: int, noise: float, mode: str) -> bool:
         _context(model, position, prefix) for position, prefix in zip(at, _PREFIXES, strict=True)
     ]
     # All rows are kept, as if the caches could be cut.
-    targets = [Target(model, Capability.CHAIN, 0, cache=copy.deepcopy(own)) for own in apart]
+    targets = [Target(model, Capability.CHAIN, cache=copy.deepcopy(own)) for own in apart]
     joint = Joint(model, JointMode(mode))
     recurrent = any(isinstance(part, ArraysCache) for part in parts(apart[0]))
     # Damage to a recurrent state shows in the next step.

@@ -49,7 +49,7 @@ from .model_sizes import cache_kinds, context_length
 from .params import SamplingParams
 from .patches import split_attention
 from .sampling import Chooser
-from .step import Batch, Sequence, step
+from .step import Batch, Sequence
 from .target import Capability, Target, target_for, vocabulary_size
 
 _log = logging.getLogger(__name__)
@@ -312,8 +312,8 @@ class ModelSteps:
         seed = min(context - 1, _SEED) if _can_be_filled(model) else context - 1
         for _ in range(sequences):
             # It verifies chains, if the model does.
-            target = target_for(model, chain_capability(model), vocabulary_size(model))
-            drafter = _RandomChains(target.vocab_size)
+            target = target_for(model, chain_capability(model))
+            drafter = _RandomChains(vocabulary_size(model))
             with mx.stream(generation_stream):
                 target.prefill(drafter.tokens(seed))
                 if context - 1 > seed:
@@ -330,7 +330,9 @@ class ModelSteps:
                 ends=lambda token: False,
             )
             sequence.begin()
-            step(sequence)
+            (outcome,) = self._batch.step([sequence])
+            if isinstance(outcome, Exception):
+                raise outcome
             self._batch.join(sequence)
             self._drafters.append(drafter)
             self._sequences.append(sequence)

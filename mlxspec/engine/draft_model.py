@@ -49,7 +49,6 @@ class DraftModelDrafter(Drafter):
         self.num_draft_tokens = num_draft_tokens
         # Nothing is tried: rows that differ cost a draft at most.
         self._capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
-        self._vocab_size = vocabulary_size(model)
         self._attached: tuple[Target, Perturb] | None = None
 
     def attach(self, target: Target, perturb: Perturb) -> None:
@@ -58,7 +57,7 @@ class DraftModelDrafter(Drafter):
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation: prefill the draft model."""
         undoable = self.num_draft_tokens + 1
-        self._target = Target(self.model, self._capability, self._vocab_size, undoable=undoable)
+        self._target = Target(self.model, self._capability, undoable=undoable)
         self._context = list(prompt)
         with mx.stream(generation_stream):
             self._target.prefill(self._readable(self._context[:-1]))
@@ -87,7 +86,8 @@ class DraftModelDrafter(Drafter):
 
     def _readable(self, tokens: Sequence[int]) -> list[int]:
         """The tokens, with 0 for ids in the target's padding that the draft model lacks."""
-        return [token if token < self._vocab_size else 0 for token in tokens]
+        size = vocabulary_size(self.model)
+        return [token if token < size else 0 for token in tokens]
 
     def _next_token(self, tokens: mx.array, place: int) -> mx.array:
         """Run tokens, (rows,), and return the next one, (1,), the draft's at ``place``."""
@@ -96,7 +96,8 @@ class DraftModelDrafter(Drafter):
             values = self._target.forward(tokens, tree)[-1:]
             if self._attached:
                 target, perturb = self._attached
-                values = draft_values(_resized(values, target.vocab_size), place, target, perturb)
+                values = _resized(values, vocabulary_size(target.model))
+                values = draft_values(values, place, target, perturb)
             token = mx.argmax(values, axis=-1)
         self._target.commit(range(len(tokens)))
         mx.async_eval(token)

@@ -24,14 +24,14 @@ from ..errors import LoadError
 from ..models.heads import Head
 from ..models.heads.blocks import DFlash
 from ..models.heads.loading import LEFT_OUT
-from ..models.model_files import one_line
+from ..terminal import one_line
 from .caches import SlotKVCache, TreeKVCache, WindowKVCache
 from .head_cache import HeadCache
 from .hidden import HiddenStates
 from .joint import JointCache, JointMode
 from .patches import forward_at, install
 from .sampling import Perturb, draft_values
-from .target import Capability, Target, evaluate_constants, vocabulary_size
+from .target import Capability, Target, evaluate_constants
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class TrainedHead:
     @functools.cached_property
     def experience(self) -> HeadExperience:
         """What its drafts take, measured at first use, and what they have shown since."""
-        target = Target(self.model, Capability.CHAIN, vocabulary_size(self.model))
+        target = Target(self.model, Capability.CHAIN)
         drafts = HeadDrafts(self, HeadExperience(1, 0, self.head.most))
         drafts.attach(target, lambda logprobs, _: logprobs)
         drafts.begin([0] * 8)

@@ -140,7 +140,7 @@ class Joint:
             or not self._fit(lengths)
         ):
             return
-        self._slots = self._slots or [Slots() for _ in target.cache]
+        self._slots = self._slots or [Slots(cache) for cache in target.cache]
         number, seated = len(self._seated), []
         for slots, cache in zip(self._slots, target.cache, strict=True):
             slots.put(number, cache)

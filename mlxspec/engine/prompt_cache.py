@@ -85,9 +85,7 @@ class CacheLease:
             check_fits(self._caches, model, "prompt_cache")
         self._target: Target | None = None
 
-    def take(
-        self, model: nn.Module, capability: Capability, vocab_size: int, options: CacheOptions
-    ) -> Target:
+    def take(self, model: nn.Module, capability: Capability, options: CacheOptions) -> Target:
         """Take the caches; the arguments are those of :class:`Target`.
 
         Raises:
@@ -97,7 +95,7 @@ class CacheLease:
             raise FileError(_IN_USE)
         held = [copy.copy(cache) for cache in self._caches]
         able = capability_with(held, capability)
-        target = target_for(model, able, vocab_size, options, held)
+        target = target_for(model, able, options, held)
         self._start, self._target = target.length, target
         for cache in self._caches:
             cache.__class__ = _LentCache

@@ -6,6 +6,7 @@ A :class:`Sequence` is one generation, :func:`joint_step` runs a step of one or 
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, abc, deque
@@ -20,14 +21,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..drafting.costs import LiveCosts
+from ..drafting.costs import Costs, LiveCosts
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep, accept, checked_draft
 from ..drafting.lookahead import WINDOW
 from ..drafting.planner import NO_PLAN, Plan, Planner, log_fault, plan_drafts
 from .caches import held_arrays, move_rows, parts
 from .joint import Joint, JointMode, JointRows, joint_for
 from .sampling import Chooser
-from .target import Capability, Target
+from .target import Capability, Target, vocabulary_size
 
 _Result = TypeVar("_Result")
 
@@ -117,19 +118,15 @@ class Sequence:
         self.drafter.attach(self.target, self.chooser.perturb)
         self.drafter.begin(list(self.prompt))
         self._open = True
-        chunks = self.target.prefill_in_chunks(self.to_prefill, chunk, self.in_mlx_lms_chunks)
+        tokens = self.prompt[self._n_cached : -1]  # the last one runs in the first step
+        chunks = self.target.prefill_in_chunks(tokens, chunk, self.in_mlx_lms_chunks)
         with closing(chunks) as progress:
             while True:
                 with mx.stream(generation_stream):
                     done = next(progress, None)
                 if done is None:
                     return
-                yield done, len(self.to_prefill)
-
-    @property
-    def to_prefill(self) -> tuple[int, ...]:
-        """The prompt's tokens that must run before the first step."""
-        return self.prompt[self._n_cached : -1]
+                yield done, len(tokens)
 
     def close(self) -> None:
         """Cut the cache to the context and end the drafter.
@@ -182,7 +179,7 @@ class Sequence:
         if len(tree) == 1:
             return tree
         # First, since the grammar and the target expect ids that the model knows.
-        tree = tree.pruned(max_depth, self.target.vocab_size)
+        tree = tree.pruned(max_depth, vocabulary_size(self.target.model))
         # The rows of lookahead's window are not drafts and need not satisfy the grammar.
         if self.chooser.grammar and WINDOW not in tree.origins:
             tree = self.chooser.grammar.allowed(tree)
@@ -344,14 +341,6 @@ def each(
     return results
 
 
-def step(sequence: Sequence) -> VerifiedStep:
-    """Run one step of one sequence."""
-    (outcome,) = joint_step([sequence])
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
-
-
 def joint_step(
     sequences: abc.Sequence[Sequence],
     joint: Joint | None = None,
@@ -472,22 +461,15 @@ class Batch:
         model: an mlx-lm model.
         mode: the model's, from :func:`mlxspec.engine.capability.joint_mode`. With ``ALONE``, each
             sequence has a forward of its own in every step.
-        costs: what rows cost, to plan drafts together; None if no drafts are planned.
         patient: whether a sequence may wait for others' drafts as long as all gain together.
         spare: as for :class:`.joint.Joint`.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        mode: JointMode,
-        costs: LiveCosts | None = None,
-        patient: bool = False,
-        spare: int | None = None,
+        self, model: nn.Module, mode: JointMode, patient: bool = False, spare: int | None = None
     ) -> None:
         self._patient = patient
         self._joint = None if mode is JointMode.ALONE else joint_for(model, mode, spare)
-        self._costs = costs
         self._costs_of: dict[int, LiveCosts] = {}
         self._has_failed = False
 
@@ -523,75 +505,72 @@ class Batch:
 
     def _step_together(self, sequences: abc.Sequence[Sequence]) -> list[VerifiedStep | Exception]:
         started = time.perf_counter()
-        costs, plans = None, dict[Sequence, Plan]()
-        if self._costs:
-            planned = self._planned(lambda: self._plan(sequences))
-            costs, plans = planned or (None, dict.fromkeys(_planners(sequences), NO_PLAN))
+        planners = _planners(sequences)
+        costs, plans = None, dict.fromkeys(planners, NO_PLAN)
+        if planners and (planned := self._planned(lambda: self._plan(sequences, planners))):
+            costs, plans = planned
         outcomes = joint_step(sequences, self._joint, plans)
         steps = [outcome for outcome in outcomes if isinstance(outcome, VerifiedStep)]
         together = [step for step in steps if step.sequences == len(sequences)]
         if costs and len(together) == len(sequences):
             rows = 1 + together[0].rows - len(sequences)
-            plan = next(iter(plans.values()), NO_PLAN)
+            plan = next(iter(plans.values()))
             seconds = time.perf_counter() - started - plan.head_seconds
-            self._planned(partial(costs.record, rows, seconds, together[0].pipelined, plan.head))
+            self._planned(partial(costs.record, rows, seconds, together[0].pipelined))
         return outcomes
 
-    def cost(self, sequence: Sequence, step: VerifiedStep) -> float | None:
+    def cost(self, sequence: Sequence, step: VerifiedStep) -> float:
         """The time of a sequence's step by the measured costs, in steps without drafts.
 
         It is 1 for a step without a draft. As a ratio it does not depend on other programs, the
         context's length or prompts in between, which slow both kinds of step.
 
         Returns:
-            None if the drafts' costs are not measured, as with a draft model.
+            not a number if the drafts' costs are not measured, as with a draft model.
         """
         planner = sequence.drafter
         if not isinstance(planner, Planner) or not isinstance(planner.costs, LiveCosts):
-            return None
+            return math.nan
         own, count = planner.costs, step.sequences
         rows = 1 + step.rows - count
+        cost = self._planned(lambda: self._costs_for(own, count).curve(rows) + planner.head_time)
+        return cost or math.nan
 
-        def cost() -> float:
-            costs = own if count == 1 else self._costs_for(count)
-            return costs.curve(rows) + planner.head_time
-
-        return self._planned(cost)
-
-    def _costs_for(self, count: int) -> LiveCosts:
-        """The costs of joint steps of ``count`` sequences."""
-        assert self._costs
+    def _costs_for(self, own: Costs, count: int) -> LiveCosts:
+        """The costs of steps of ``count`` sequences; ``own`` are those of one."""
+        assert isinstance(own, LiveCosts)
+        if count == 1:
+            return own
         if count not in self._costs_of:
-            self._costs_of[count] = self._costs.for_sequences(count)
+            self._costs_of[count] = own.for_sequences(count)
         return self._costs_of[count]
 
-    def _plan(self, sequences: abc.Sequence[Sequence]) -> tuple[LiveCosts, dict[Sequence, Plan]]:
+    def _plan(
+        self, sequences: abc.Sequence[Sequence], planners: dict[Sequence, Planner]
+    ) -> tuple[LiveCosts, dict[Sequence, Plan]]:
         """Plan the drafts of all sequences together; return the steps' costs, and the plans."""
         count = len(sequences)
-        costs = self._costs_for(count)
+        costs = self._costs_for(next(iter(planners.values())).costs, count)
         costs.move_to(max(sequence.length for sequence in sequences))
-        planned = _planners(sequences)
-        if not planned:
-            return costs, {}
         # The others propose in the step itself; until then, expect what they proposed before.
-        others = [sequence for sequence in sequences if sequence not in planned]
+        others = [sequence for sequence in sequences if sequence not in planners]
         plans = plan_drafts(
-            list(planned.values()),
-            [sequence.max_depth for sequence in planned],
+            {planner: sequence.max_depth for sequence, planner in planners.items()},
             costs,
             sequences=count,
             rows_taken=sum(sequence.proposed for sequence in others),
             patient=self._patient,
         )
-        return costs, dict(zip(planned, plans, strict=True))
+        return costs, dict(zip(planners, plans, strict=True))
 
 
 def _planners(sequences: abc.Sequence[Sequence]) -> dict[Sequence, Planner]:
-    """The planners of the sequences that have a working one."""
+    """The planners of the sequences that have a working one, whose costs learn."""
     return {
-        sequence: sequence.drafter
+        sequence: planner
         for sequence in sequences
-        if isinstance(sequence.drafter, Planner) and not sequence.drafter.failed
+        if isinstance(planner := sequence.drafter, Planner) and not planner.failed
+        if isinstance(planner.costs, LiveCosts)
     }
 
 

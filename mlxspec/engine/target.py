@@ -6,7 +6,7 @@ import enum
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -67,8 +67,11 @@ Progress = Callable[[int, int], None]
 
 def vocabulary_size(model: nn.Module) -> int:
     """The number of token ids that a model knows, including those that pad its output layer."""
-    # The graph is built for its shape and never evaluated.
-    return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
+    if getattr(model, "vocabulary_size", None) is None:
+        # The graph is built for its shape and never evaluated.
+        logits = model(mx.array([[0]]), cache=make_prompt_cache(model))
+        model.vocabulary_size = logits.shape[-1]
+    return cast(int, model.vocabulary_size)
 
 
 def evaluate_constants(model: nn.Module) -> None:
@@ -100,7 +103,6 @@ class Target:
     Args:
         model: an mlx-lm model.
         capability: what drafts the model can verify, from :mod:`mlxspec.engine.capability`.
-        vocab_size: from :func:`vocabulary_size`.
         options: the memory of the caches.
         cache: mlx-lm's caches to continue, with what they hold; by default new ones. They are
             used as they are until the end of the prefill, or :meth:`begin_at`.
@@ -126,7 +128,6 @@ class Target:
         self,
         model: nn.Module,
         capability: Capability,
-        vocab_size: int,
         options: CacheOptions | None = None,
         cache: Sequence[Any] | None = None,
         marks: int = 0,
@@ -134,7 +135,6 @@ class Target:
     ) -> None:
         self.model = model
         self.capability = capability
-        self.vocab_size = vocab_size
         self.options = options or CacheOptions()
         if cache is None:
             cache = make_prompt_cache(model, self.options.max_kv_size)
@@ -340,7 +340,7 @@ class Target:
 
         The arguments are those of :meth:`copied`.
         """
-        own = self.model, self.capability, self.vocab_size, self.options
+        own = self.model, self.capability, self.options
         forked = type(self)(*own, self.copied(length, room), self._marks.maxlen or 0)
         forked.begin_at(length)
         if self.head:
@@ -391,20 +391,10 @@ class Target:
             return max(0, self.options.quantized_kv_start - 2 - self.length)
         return sys.maxsize
 
-    def prefill(
-        self,
-        tokens: Sequence[int],
-        on_progress: Progress | None = None,
-    ) -> None:
-        """Put prompt tokens into the caches, ``prefill_step_size`` of the options at a time.
-
-        Args:
-            tokens: of the prompt.
-            on_progress: called before each chunk, and at the end.
-        """
-        for done in self.prefill_in_chunks(tokens):
-            if on_progress:
-                on_progress(done, len(tokens))
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Put prompt tokens into the caches, ``prefill_step_size`` of the options at a time."""
+        for _ in self.prefill_in_chunks(tokens):
+            pass
 
     def prefill_in_chunks(
         self,
@@ -508,7 +498,6 @@ Result = TypeVar("Result")
 def target_for(
     model: nn.Module,
     capability: Capability,
-    vocab_size: int,
     options: CacheOptions | None = None,
     cache: Sequence[Any] | None = None,
     marks: int = 0,
@@ -527,7 +516,7 @@ def target_for(
             "or run without mlx.launch"
         )
     make = leader.target if leader else Target
-    return make(model, capability, vocab_size, options, cache, marks)
+    return make(model, capability, options, cache, marks)
 
 
 def together(function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:

@@ -30,7 +30,7 @@ from .asynchronous import astream
 from .drafting import Auto, Drafting, Lookahead, PromptLookup, drafter_maker
 from .engine import responses
 from .loaded import LoadedModel
-from .options import GenerationOptions, Prompt, prompt_ids
+from .options import DraftingParameters, GenerationOptions, Prompt, prompt_ids
 from .request import Request
 from .response import GenerationResponse, GenerationResult
 
@@ -83,11 +83,6 @@ class Decoder(LoadedModel):
         elif tokenizer is None:
             raise OptionError("tokenizer is None: pass the loaded model's tokenizer with it")
         super().__init__(self.drafting.model_to_run(model), tokenizer, on_measuring)
-
-    @property
-    def plans(self) -> bool:
-        """Whether drafts are planned by the cost of steps."""
-        return self.drafting.plans
 
     def stream(
         self, prompt: Prompt, max_tokens: int = 250, **options: Unpack[GenerationOptions]
@@ -268,7 +263,8 @@ class Decoder(LoadedModel):
         tokens = prompt_ids(prompt, self.tokenizer, self.vocab_size, longest, template)
         given: Any = {**options}
         drafting = drafting or self.drafting
-        own = {name: given.pop(name) for name in drafting.parameters & given.keys()}
+        parameters = vars(drafting).keys() & DraftingParameters.__annotations__.keys()
+        own = {name: given.pop(name) for name in parameters & given.keys()}
         make_drafter = partial(replace(drafting, **own).make, self)
         return Request(self, tokens, max_tokens, given, make_drafter, receive)
 

@@ -6,7 +6,6 @@ Importing this module does not import MLX, so the command line can check options
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -38,8 +37,6 @@ class Drafting:
     """
 
     maker: Callable[[], Drafter] = field(default=NoDraft, kw_only=True)
-    parameters: ClassVar[AbstractSet[str]] = frozenset()
-    """The fields that each generation may set."""
     plans: ClassVar[bool] = False
     """Whether drafts are planned by the cost of steps."""
 
@@ -71,7 +68,6 @@ class PromptLookup(Drafting):
     n_draft: int = 10
     ngram_max: int = 3
     ngram_min: int = 1
-    parameters = frozenset({"n_draft", "ngram_max", "ngram_min"})
 
     def __post_init__(self) -> None:
         self.new()
@@ -98,7 +94,6 @@ class Lookahead(Drafting):
     ngram_size: int = 5
     guess_set_size: int | None = None
     pool_from_prompt: bool = True
-    parameters = frozenset({"window_size", "ngram_size", "guess_set_size", "pool_from_prompt"})
 
     def __post_init__(self) -> None:
         self.new()
@@ -118,8 +113,7 @@ class Lookahead(Drafting):
         if not self.plans:
             return self.new()
         # No window pays on a Mac, and look-ups predict better than a pool.
-        look_ups = SuffixSource(decoder.token_classes, decoder.experience)
-        return _planned(decoder, [look_ups], decoder.experience)
+        return Auto(learns=True).make(decoder)
 
 
 @dataclass(frozen=True)
@@ -132,6 +126,7 @@ class Auto(Drafting):
         extra: makes a further drafter for each generation.
         prediction: token ids that the output is expected to follow.
         head: a trained head for the decoder's model, which drafts where no text is likely.
+        learns: whether generations learn from earlier ones even without a memory.
     """
 
     memory: Memory | None = None
@@ -139,7 +134,7 @@ class Auto(Drafting):
     extra: Callable[[], Drafter] | None = None
     prediction: Sequence[int] = ()
     head: Head | None = None
-    parameters = frozenset({"prediction"})
+    learns: bool = False
     plans = True
 
     def model_to_run(self, model: nn.Module) -> nn.Module:
@@ -161,25 +156,36 @@ class Auto(Drafting):
 
     def make(self, decoder: LoadedModel) -> Drafter:
         from ..engine.draft_model import DraftModelDrafter
+        from ..engine.heads import HeadDrafts
+        from ..engine.target import Capability
 
-        # A generation teaches later ones only if its output is remembered.
-        experience = decoder.experience if self.memory else Experience()
         if self.memory:
             self.memory.refresh()
+        experience = decoder.experience if self.memory or self.learns else Experience()
         look_ups = SuffixSource(
             decoder.token_classes,
             experience,
             memory=self.memory,
             store=self.store,
             prediction=self.prediction,
-            remembers=bool(self.memory),
         )
-        branching = trees_pay(decoder.costs.curve)
         extra = self.extra() if self.extra else None
-        if isinstance(extra, DraftModelDrafter):
-            return _planned(decoder, [look_ups], experience, extra, branching=branching)
-        sources = [look_ups, *([extra] if extra else ())]
-        return _planned(decoder, sources, experience, branching=branching)
+        draft_model = extra if isinstance(extra, DraftModelDrafter) else None
+        costs: Costs = decoder.costs.for_generation()
+        if draft_model:
+            # Its forwards add to the steps' times, which then do not show the cost of rows.
+            costs = FixedCosts(costs.curve, costs.sync_overhead)
+        planner = Planner(
+            costs,
+            [look_ups, extra] if extra and not draft_model else [look_ups],
+            branching=trees_pay(costs.curve) and decoder.capability is Capability.TREE,
+            experience=experience,
+        )
+        if draft_model:
+            return CombinedDrafter(planner, draft_model)
+        if trained := getattr(decoder.model, "trained_head", None):
+            planner.head = HeadDrafts(trained, trained.experience)
+        return planner
 
 
 def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Drafter]:
@@ -195,31 +201,3 @@ def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Draf
         return drafter
     drafter = checked_drafter(drafter)
     return lambda: drafter
-
-
-def _planned(
-    decoder: LoadedModel,
-    sources: Sequence[Drafter],
-    experience: Experience,
-    draft_model: Drafter | None = None,
-    *,
-    branching: bool = True,
-) -> Drafter:
-    """A planner over ``sources``, combined with a draft model, which drafts without a plan."""
-    from ..engine.heads import HeadDrafts
-    from ..engine.target import Capability
-
-    costs: Costs = FixedCosts(decoder.costs.curve, decoder.costs.sync_overhead)
-    # A draft model's forwards add to the steps' times, which then do not show the cost of rows.
-    if draft_model is None:
-        costs = decoder.costs = decoder.costs.for_generation()
-    planner = Planner(
-        costs,
-        sources,
-        branching=branching and decoder.capability is Capability.TREE,
-        experience=experience,
-    )
-    trained = getattr(decoder.model, "trained_head", None)
-    if trained and draft_model is None:
-        planner.head = HeadDrafts(trained, trained.experience)
-    return CombinedDrafter(planner, draft_model) if draft_model else planner

@@ -36,7 +36,8 @@ class Engine:
 
     Args:
         decoder: the model and its tokenizer.
-        max_active: the most requests that run at once, paused ones not counted. Others wait.
+        max_active: the most requests that run at once, paused ones not counted. Others wait. With
+            1, each has forwards of its own.
         stall: how many seconds decoding requests may wait for others' prompts between two steps.
             The speed of earlier chunks decides the size of the next one, except for prompts whose
             result depends on their chunks (the decoder's ``chunks_matter``). ``math.inf`` is for
@@ -44,7 +45,6 @@ class Engine:
             others' drafts.
         max_unread: a request with this many unread responses is paused until :meth:`has_read`
             has counted most of them; None never pauses.
-        alone: whether it runs only one request, with the prompt chunks of that request's options.
         spare: as for :class:`.engine.joint.Joint`.
 
     Raises:
@@ -63,7 +63,6 @@ class Engine:
         max_active: int = 32,
         stall: float = 0.15,
         max_unread: int | None = None,
-        alone: bool = False,
         spare: int | None = None,
     ) -> None:
         if max_active < 1:
@@ -72,7 +71,6 @@ class Engine:
         self._max_active = max_active
         self.stall = stall
         self._max_unread = max_unread
-        self._alone = alone
         self._spare = spare
         self.prefill_seconds = 0.0
         self.steps = 0
@@ -190,7 +188,7 @@ class Engine:
     def _chunk(self) -> int:
         """How many tokens of a prompt to run next."""
         if self._deadline == math.inf:
-            return sys.maxsize if self._alone else _MOST_CHUNK
+            return sys.maxsize  # as many as the request's options allow
         seconds = self._deadline - time.perf_counter()
         return max(_LEAST_CHUNK, int(min(_MOST_CHUNK, self._prefill_speed * seconds)))
 
@@ -230,10 +228,7 @@ class Engine:
     def _respond(self, request: Request, sequence: Sequence, step: VerifiedStep) -> Iterator[None]:
         """Hand out the responses of a request's step."""
         try:
-            # Other load slows plain steps too, so their time is estimated from this step's.
-            cost = self._batch.cost(sequence, step)
-            plain_seconds = self._step_seconds * len(step.tokens) / cost if cost else None
-            request.on_step(step, self._step_seconds, plain_seconds)
+            request.on_step(step, self._step_seconds, self._batch.cost(sequence, step))
             for response in request.responses_of(step):
                 if response.finish_reason:
                     self._end(request, last=response)
@@ -281,12 +276,8 @@ class Engine:
 
     @cached_property
     def _batch(self) -> Batch:
-        if self._alone:
-            return Batch(self._decoder.model, JointMode.ALONE)
-        costs = self._decoder.costs if self._decoder.plans else None
-        patient = self.stall == math.inf
-        mode = self._decoder.joint_mode
-        return Batch(self._decoder.model, mode, costs, patient, self._spare)
+        mode = JointMode.ALONE if self._max_active == 1 else self._decoder.joint_mode
+        return Batch(self._decoder.model, mode, self.stall == math.inf, self._spare)
 
 
 def responses(request: Request) -> Generator[GenerationResponse, None, None]:
@@ -299,7 +290,7 @@ def responses(request: Request) -> Generator[GenerationResponse, None, None]:
     """
     received: list[GenerationResponse] = []
     request.receive = received.append
-    engine = Engine(request.decoder, stall=math.inf, alone=True)
+    engine = Engine(request.decoder, max_active=1, stall=math.inf)
     engine.add(request)
     try:
         with engine.running():

@@ -52,14 +52,8 @@ class LoadedModel:
         """Wall time of this decoder's steps by their number of rows."""
         self.wrap_drafter: Callable[[Drafter], Drafter] | None = None
         """Wraps the drafter of each generation, to watch it; None wraps nothing."""
-        self._costs: KeptCosts | None = None
         self._measuring = threading.Lock()
         self._on_measuring = on_measuring
-
-    @property
-    def plans(self) -> bool:
-        """Whether drafts are planned by the cost of steps."""
-        return False
 
     @cached_property
     def capability(self) -> Capability:
@@ -110,25 +104,13 @@ class LoadedModel:
         """A detokenizer for one output."""
         return detokenizer_of(self.tokenizer)
 
-    @property
+    @cached_property
     def costs(self) -> KeptCosts:
         """The cost of steps, read from the cost file, or measured now in a few seconds."""
         with self._measuring:  # threads must not disturb each other's measurements
-            if self._costs is None:
-                self._costs = costs_for(self.model, on_progress=self._on_measuring)
-            return self._costs
-
-    @costs.setter
-    def costs(self, costs: KeptCosts | None) -> None:
-        self._costs = costs
-
-    @property
-    def predicted_cost(self) -> float:
-        """The predicted time of the last generation's steps, in plain steps.
-
-        It is computed from the measured costs of rows, and 0 if these are unknown.
-        """
-        return self._costs.predicted if self._costs else 0.0
+            if "costs" not in vars(self):
+                self.costs = costs_for(self.model, on_progress=self._on_measuring)
+            return self.costs
 
     @cached_property
     def experience(self) -> Experience:

@@ -129,7 +129,8 @@ def stop_token_ids(
 
 
 class DraftingParameters(TypedDict, total=False):
-    """The options of some kinds of decoders; their classes describe them."""
+    """The options of some kinds of decoders, whose classes describe them: the fields of
+    :class:`.drafting.Drafting`'s subclasses that each generation may set."""
 
     n_draft: int
     ngram_max: int

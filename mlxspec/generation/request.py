@@ -161,8 +161,6 @@ class Request:
         stats: figures of the steps so far.
         n_cached: how many of the prompt's tokens were in a cache.
         prefilled: how many of the prompt's tokens have run or were in a cache.
-        plain_seconds: how long the steps with a known cost would have taken without drafts.
-        decode_seconds: how long these steps took.
         unread: how many responses the consumer has not read yet, if an engine counts them.
         output: set by :meth:`start`.
         sequence: the decoding state, set from :meth:`start` to :meth:`close`.
@@ -208,7 +206,6 @@ class Request:
         self.context = list(prompt)
         self.stats = SpeculationStats()
         self.n_cached = self.prefilled = 0
-        self.plain_seconds = self.decode_seconds = 0.0
         self.unread = 0
         self.sequence: steps.Sequence | None = None
         self.prefill: Generator[tuple[int, int], None, None] | None = None
@@ -273,7 +270,7 @@ class Request:
         """
         decoder = self.decoder
         capability = decoder.capability if branching else decoder.chain_capability
-        of_target = decoder.model, capability, decoder.vocab_size, self.cache_options
+        of_target = decoder.model, capability, self.cache_options
         if isinstance(self.lease, Session):
             target = self.lease.take(self.prompt, *of_target)
             self.n_cached = target.length
@@ -288,25 +285,22 @@ class Request:
         if self.report_progress:
             self.report_progress(done, total)
 
-    def on_step(self, step: VerifiedStep, seconds: float, plain_seconds: float | None) -> None:
+    def on_step(self, step: VerifiedStep, seconds: float, cost: float) -> None:
         """Called by an engine after each step, before the step's responses.
 
         Args:
             step: this request's part of the step.
             seconds: the wall time of the whole step.
-            plain_seconds: how long the part's tokens would have taken without drafts, if known.
+            cost: the step's time in steps without drafts, or not a number.
         """
-        if plain_seconds is not None:
-            self.decode_seconds += seconds
-            self.plain_seconds += plain_seconds
         self.decoder.step_times.record(step.rows, step.seconds, step.pipelined)
-        stats = self.stats
-        self.stats = SpeculationStats(
-            steps=stats.steps + 1,
-            rows=stats.rows + len(step.tree),
-            drafted=stats.drafted + step.drafted,
-            accepted=stats.accepted + len(step.accepted),
-            emitted=stats.emitted + len(step.tokens),
+        self.stats += SpeculationStats(
+            steps=1,
+            rows=len(step.tree),
+            drafted=step.drafted,
+            accepted=len(step.accepted),
+            emitted=len(step.tokens),
+            cost=cost,
         )
 
     def responses_of(self, step: VerifiedStep) -> Iterator[GenerationResponse]:

@@ -30,6 +30,8 @@ class SpeculationStats:
         drafted: draft tokens proposed.
         accepted: draft tokens accepted and emitted.
         emitted: tokens emitted, bonus tokens included.
+        cost: the time of the steps by the measured costs of rows, in steps without drafts, so
+            other work of the machine does not count; not a number if a cost is unknown.
     """
 
     steps: int = 0
@@ -37,6 +39,7 @@ class SpeculationStats:
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
+    cost: float = field(default=0.0, compare=False)  # it rests on clocks
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
         """The sums of both."""
@@ -51,6 +54,11 @@ class SpeculationStats:
     def acceptance_rate(self) -> float:
         """The share of proposed draft tokens that was accepted."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def gain(self) -> float | None:
+        """The speed of the steps relative to steps without drafts; None if unknown."""
+        return self.emitted / self.cost if self.cost > 0 else None
 
 
 @dataclass(frozen=True)

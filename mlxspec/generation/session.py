@@ -191,18 +191,13 @@ class Session:
         return self._tokens.copy()
 
     def take(
-        self,
-        prompt: Sequence[int],
-        model: nn.Module,
-        capability: Capability,
-        vocab_size: int,
-        options: CacheOptions,
+        self, prompt: Sequence[int], model: nn.Module, capability: Capability, options: CacheOptions
     ) -> Target:
         """Lend the caches to a generation, with as much of its prompt as possible.
 
         Args:
             prompt: the token ids of the whole conversation.
-            model, capability, vocab_size, options: as for :class:`mlxspec.engine.target.Target`.
+            model, capability, options: as for :class:`mlxspec.engine.target.Target`.
 
         Raises:
             OptionError: another generation is using the session, or it begins with a cache from a
@@ -212,7 +207,7 @@ class Session:
         self._begin_use()
         try:
             with mx.stream(generation_stream):
-                target = self._target_for(prompt, model, capability, vocab_size, options)
+                target = self._target_for(prompt, model, capability, options)
             target.mark_at, self.mark_at = self.mark_at, 0
             self._lent = target, prompt
         except BaseException:
@@ -222,12 +217,7 @@ class Session:
         return target
 
     def _target_for(
-        self,
-        prompt: Sequence[int],
-        model: nn.Module,
-        capability: Capability,
-        vocab_size: int,
-        options: CacheOptions,
+        self, prompt: Sequence[int], model: nn.Module, capability: Capability, options: CacheOptions
     ) -> Target:
         """Take the target out; without one, the turn after a failed one starts afresh."""
         if self._given:
@@ -237,7 +227,7 @@ class Session:
         tokens, self._tokens = self._tokens, []
         if given:
             able = capability_with(given, capability)
-            target = target_for(model, able, vocab_size, options, given, MARKS)
+            target = target_for(model, able, options, given, MARKS)
             target.begin_at(len(tokens))
             if target.head:
                 target.head.resume(self._head, len(tokens))
@@ -248,7 +238,7 @@ class Session:
             with suppress(ValueError):
                 target.rewind(common)
                 return target
-        return target_for(model, capability, vocab_size, options, marks=MARKS)
+        return target_for(model, capability, options, marks=MARKS)
 
     def give_back(self, prompt: Sequence[int], context: Sequence[int]) -> None:
         """Keep what the consumer of the generation with this prompt has seen, once it has ended."""

@@ -18,13 +18,13 @@ from mlx.utils import tree_flatten
 
 from ..errors import LoadError
 from ..process import open_standard_streams
+from ..terminal import one_line
 from .heads import NO_MODEL, named_kind
 from .model_files import (
     check_weights,
     check_weights_file,
     find_directory,
     local_path,
-    one_line,
     read_config,
     read_json_object,
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import LoadError
+from ..terminal import one_line
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -62,6 +63,12 @@ def find_directory(
 def local_path(name: str | os.PathLike[str]) -> Path:
     """A name as a path, with ``~`` expanded if that user has a home directory."""
     return Path(os.path.expanduser(name))
+
+
+def absolute_name(name: str) -> str:
+    """A model's name that is valid in every directory: an existing path becomes absolute."""
+    path = local_path(name)
+    return os.path.abspath(path) if name != DEMO and path.exists() else name
 
 
 def given_name(name: str | os.PathLike[str]) -> str:
@@ -213,8 +220,3 @@ def check_weights_file(path: Path) -> dict[str, mx.array]:
         raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
         raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
-
-
-def one_line(error: Exception) -> str:
-    """A library's error message, shortened to one line for use in ours."""
-    return " ".join(str(error).split())[:200]

@@ -38,12 +38,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..drafting.acceptance import token_classes
 from ..errors import LoadError
-from .model_files import (
-    find_directory,
-    local_path,
-    one_line,
-    read_json_object,
-)
+from ..terminal import one_line
+from .model_files import find_directory, local_path, read_json_object
 from .sentencepiece_tokenizer import build_tokenizer
 
 HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")

@@ -399,7 +399,6 @@ class ApiAnswer(ABC):
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = choices
-        self._begun = False
 
     @property
     def done(self) -> bool:
@@ -408,7 +407,7 @@ class ApiAnswer(ABC):
 
     def feed(self, events: Iterable[Event]) -> list[dict[str, Any]]:
         """Take events; returns the chunks that a streamed answer sends for them."""
-        chunks = self.begun()
+        chunks: list[dict[str, Any]] = []
         for index, group in groupby(events, key=lambda event: event.index):
             choice, happened = self.choices[index], [*group]
             first, last = happened[0], happened[-1]
@@ -421,13 +420,8 @@ class ApiAnswer(ABC):
             chunks += self.close()
         return chunks
 
-    def begun(self) -> list[dict[str, Any]]:
-        """The chunks before any event, returned once: by this call or by :meth:`feed`."""
-        first, self._begun = not self._begun, True
-        return self.begin() if first else []
-
     def begin(self) -> list[dict[str, Any]]:
-        """The chunks before any event."""
+        """The chunks that a streamed answer sends before any event."""
         return []
 
     def choice_begun(self, event: Begun) -> list[dict[str, Any]]:
@@ -499,11 +493,6 @@ async def answered(
     return JSONResponse(answer.whole(), headers=answer.headers)
 
 
-def is_answered(request: Request) -> bool:
-    """Whether generations have begun for a request."""
-    return getattr(request.state, "answered", False)
-
-
 def framed(chunk: dict[str, Any]) -> str:
     """A chunk as a server-sent event; its name is the chunk's type, if it has one."""
     event = f"event: {chunk['type']}\n" if "type" in chunk else ""
@@ -514,6 +503,7 @@ async def _server_sent_events(
     stream: EventStream, answer: ApiAnswer, keep_alive: float
 ) -> AsyncIterator[str]:
     """The chunks of an answer as they are generated; an error replaces the rest."""
+    yield "".join(map(framed, answer.begin()))
     try:
         async with aclosing(stream.events(keep_alive)) as happening:
             async for events in happening:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Collection, Sequence
-from ipaddress import ip_address
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -25,16 +24,6 @@ _OPEN = ("/", "/health", "/ready")
 """Paths that need no key: the page, which contains no data, and the health checks."""
 
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:]*)(?::[0-9]*)?")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a server bound to ``host`` can only be reached from this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class AuthMiddleware:

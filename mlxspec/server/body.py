@@ -84,16 +84,11 @@ class ApiError(MlxspecError):
 
 def error_response(error: ApiError, path: str) -> JSONResponse:
     """The response for an error, in the form of the API that the path belongs to."""
-    if not is_messages(path):
+    if not f"{path}/".startswith("/v1/messages/"):
         return JSONResponse(error.body, error.status, error.headers)
     request_id = new_request_id()
     headers = {**error.headers, "request-id": request_id}
     return JSONResponse(error.messages_body(request_id), error.status, headers)
-
-
-def is_messages(path: str) -> bool:
-    """Whether a path belongs to Anthropic's API."""
-    return f"{path}/".startswith("/v1/messages/")
 
 
 def new_request_id() -> str:
@@ -150,7 +145,7 @@ def read_json(data: bytes, most: int = MOST_VALUES) -> tuple[Any, int]:
 
     Raises:
         ApiError: the text has too many values or is nested too deeply.
-        ValueError: the text is not JSON, or has a number that is too large.
+        ValueError: the text is not JSON, or has a number that is not finite.
     """
     depth, left = 0, most
     for mark in _MARK.finditer(data):
@@ -177,7 +172,7 @@ def read_json(data: bytes, most: int = MOST_VALUES) -> tuple[Any, int]:
 def _number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"the number {text[:20]} is too large")
+        raise ValueError(f"{text[:20]} is not a finite number")
     return value if set(text) & set(".eE") else int(text)
 
 
@@ -277,6 +272,7 @@ def _refuse_first(error: ValidationError, body: Any) -> NoReturn:
         raise ApiError(f"{path}: {wrong['msg'].removeprefix('Value error, ')}.", param=path)
     remedy = re.sub(r"^(Input|String|List|Dictionary) should", "it should", wrong["msg"])
     remedy = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", remedy)
+    remedy = remedy.replace("Extra inputs are not permitted", "leave it out")
     refuse(path, wrong["input"], remedy.replace(" after validation", ""))
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -86,6 +86,7 @@ class Entry:
         }
 
 
+@dataclass(eq=False)
 class Catalog:
     """The models that requests may name, and their coming and going.
 
@@ -93,45 +94,40 @@ class Catalog:
     unloaded, the least recently used first. If all are in use, the least recently used one takes no
     further requests until it has made room, and is then loaded again for those that wait.
 
-    Args:
+    Attributes:
         worker: runs the models.
         load: loads a model, without running more than a few forwards; called in any thread. It
             raises :class:`MlxspecError` if that is impossible.
-        entries: the models that are always in the catalog.
+        at_start: the models that are always in the catalog.
         find: finds the others; called in any thread.
-        close: saves what a model has learned; no request uses it any more.
+        save: saves what a model has learned; no request uses it any more.
         default: the name of the model for requests without one; by default the first entry's.
         log: called in any thread with a record of each coming and going.
         clock: returns the time in seconds.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        load: Callable[[Entry, OnRead], ServedModel],
-        entries: Sequence[Entry] = (),
-        find: Callable[[], Iterable[Entry]] = lambda: (),
-        close: Callable[[Entry], object] = lambda entry: None,
-        *,
-        default: str | None = None,
-        log: Callable[[dict[str, Any]], object] = lambda record: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.worker = worker
-        self._load_model, self._find, self._close_model = load, find, close
-        self._entries = {entry.name: entry for entry in entries}
+    worker: Worker
+    load: Callable[[Entry, OnRead], ServedModel]
+    at_start: Sequence[Entry] = ()
+    find: Callable[[], Iterable[Entry]] = lambda: ()
+    save: Callable[[Entry], object] = lambda entry: None
+    _: KW_ONLY
+    default: str | None = None
+    log: Callable[[dict[str, Any]], object] = lambda record: None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._entries = {entry.name: entry for entry in self.at_start}
         self._named_at_start = frozenset(self._entries)
-        self._default = default or next(iter(self._entries), None)
-        self._log = log
-        self._clock = clock
-        self._looked = clock()
+        self.default = self.default or next(iter(self._entries), None)
+        self._looked = self.clock()
         self._thread = ThreadPoolExecutor(1, "mlxspec models")
         self._moving = asyncio.Lock()
         """Held while a model comes or goes."""
         self._left = asyncio.Event()
         """Set when a request no longer uses its model."""
         self._ending = False
-        self._add(find())
+        self._add(self.find())
 
     @property
     def entries(self) -> list[Entry]:
@@ -140,7 +136,7 @@ class Catalog:
 
     def figures(self) -> list[dict[str, Any]]:
         """The state of each model, as JSON."""
-        return [entry.figures(self._clock()) for entry in self.entries]
+        return [entry.figures(self.clock()) for entry in self.entries]
 
     def start(self) -> None:
         """Load the models of the start, before there is an event loop.
@@ -156,11 +152,11 @@ class Catalog:
 
     async def look(self) -> None:
         """Find models that were added on disk, and forget those that were removed."""
-        if self._clock() - self._looked >= _LOOK:
-            self._looked = self._clock()
+        if self.clock() - self._looked >= _LOOK:
+            self._looked = self.clock()
             # The start would have reported it; files may also vanish during the look.
             with suppress(MlxspecError, OSError):
-                self._add(await asyncio.to_thread(self._find))
+                self._add(await asyncio.to_thread(self.find))
 
     def _add(self, found: Iterable[Entry]) -> None:
         new = {entry.name: entry for entry in found}
@@ -188,7 +184,7 @@ class Catalog:
             found = self._known(name)
         if not found and (name is None or not strict):
             if name is None or name.startswith("claude-"):
-                found = self._known(self._default)
+                found = self._known(self.default)
             if not found and len(self._entries) == 1:
                 (found,) = self.entries
         if not found:
@@ -244,7 +240,7 @@ class Catalog:
 
     def _leave(self, entry: Entry) -> None:
         entry.users -= 1
-        entry.used = self._clock()
+        entry.used = self.clock()
         self._left.set()
 
     @asynccontextmanager
@@ -255,7 +251,7 @@ class Catalog:
         task.cancel()
 
     async def _watch(self) -> None:
-        while self.worker.ready:
+        while not self.worker.ending:
             self.worker.call(self.worker.memory.make_room)  # for other programs
             await asyncio.sleep(_CHECK)
             await self.unload_idle()
@@ -265,7 +261,7 @@ class Catalog:
         async with self._moving:
             for entry in self.entries:
                 seconds = math.inf if entry.keep_alive is None else entry.keep_alive
-                if entry.is_idle and self._clock() - entry.used >= seconds:
+                if entry.is_idle and self.clock() - entry.used >= seconds:
                     await self._unload(entry, f"idle for {seconds:g} s")
 
     # --- coming and going ---
@@ -275,11 +271,11 @@ class Catalog:
         try:
             async with self._moving:
                 await self._make_room(entry)
-                begun = self._clock()
-                self._log({"outcome": "loading", "model": entry.name, "bytes": entry.nbytes})
+                begun = self.clock()
+                self.log({"outcome": "loading", "model": entry.name, "bytes": entry.nbytes})
                 await self._in_thread(self._read, entry)
                 seconds = round(entry.used - begun, 3)
-                self._log({"outcome": "loaded", "model": entry.name, "seconds": seconds})
+                self.log({"outcome": "loaded", "model": entry.name, "seconds": seconds})
                 return None
         except Exception as error:
             failure = self._failed(entry, error)
@@ -294,7 +290,7 @@ class Catalog:
         if not isinstance(error, MlxspecError):
             _log.error("the model %s has failed", entry.name, exc_info=error)
         line = str(error) or type(error).__name__
-        self._log({"outcome": "not loaded", "model": entry.name, "error": line})
+        self.log({"outcome": "not loaded", "model": entry.name, "error": line})
         status, code = 500, "model_not_loaded"
         if isinstance(error, ApiError):
             status, code = error.status, error.code or code
@@ -351,7 +347,7 @@ class Catalog:
             await self._left.wait()
         await self._in_thread(self._close, entry)
         self._left.set()
-        self._log({"outcome": "unloaded", "model": entry.name, "reason": reason})
+        self.log({"outcome": "unloaded", "model": entry.name, "reason": reason})
 
     # --- in the worker's thread ---
 
@@ -378,11 +374,11 @@ class Catalog:
             entry.read += nbytes
 
         entry.state, entry.read = "loading", 0
-        served = self._load_model(entry, on_read)
+        served = self.load(entry, on_read)
         self.worker.call(self.worker.open, served).result()
         entry.nbytes = entry.nbytes or served.memory.weights
         entry.context_length = entry.context_length or served.context_length
-        entry.used, entry.served, entry.state = self._clock(), served, "loaded"
+        entry.used, entry.served, entry.state = self.clock(), served, "loaded"
         if gc.get_freeze_count():
             gc.freeze()  # as at the start of the server
 
@@ -397,7 +393,7 @@ class Catalog:
         assert entry.served
         try:
             self.worker.call(self.worker.leave, entry.served).result()
-            self._close_model(entry)
+            self.save(entry)
         except Exception as error:  # a load may wait for the room, which is free all the same
             if not self._ending:
                 _log.error("the model %s could not be closed", entry.name, exc_info=error)

@@ -17,7 +17,7 @@ from urllib.parse import quote
 from pydantic import AliasPath, BeforeValidator, Field, PlainValidator, TypeAdapter
 
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
-from .body import ApiError, Body, Items, Name, read_json, without_nulls
+from .body import ApiError, Body, Items, Name, new_request_id, read_json, without_nulls
 from .requests import ApiBody, Function, Options, Stops, ToolOutput, merged
 from .worker import Begun, Ended
 
@@ -192,15 +192,11 @@ class MessagesAnswer(ApiAnswer):
         request: the client's request.
         model: the model's own name, which the answer shows.
         format: the format of the model's output.
-        request_id: the request's id, which a header and errors repeat.
     """
 
-    def __init__(
-        self, request: MessagesBody, model: str, format: OutputFormat | None, request_id: str
-    ) -> None:
+    def __init__(self, request: MessagesBody, model: str, format: OutputFormat | None) -> None:
         super().__init__([Choice(0, format)])
-        self.headers = messages_headers(model, request_id)
-        self._request_id = request_id
+        self.headers = messages_headers(model)
         self._request = request
         self._message: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}",
@@ -248,7 +244,7 @@ class MessagesAnswer(ApiAnswer):
         return framed({"type": "ping"})
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        return error.messages_body(self._request_id)
+        return error.messages_body(self.headers["request-id"])
 
     def _ending(self, choice: Choice, end: Ended) -> dict[str, Any]:
         """The fields that say why the message has ended, and its usage."""
@@ -279,7 +275,7 @@ def _usage(event: Begun | Ended, output: int = 0, thinking: int = 0) -> dict[str
     }
 
 
-def messages_headers(model: str, request_id: str) -> dict[str, str]:
-    """The response's headers: the request's id, and the own name of the model that answers."""
+def messages_headers(model: str) -> dict[str, str]:
+    """The response's headers: a request id, and the own name of the model that answers."""
     # Headers may only have Latin-1 characters, and clients disagree beyond ASCII.
-    return {"request-id": request_id, "x-mlxspec-model": quote(model, safe=" /:@+,=")}
+    return {"request-id": new_request_id(), "x-mlxspec-model": quote(model, safe=" /:@+,=")}

@@ -49,6 +49,7 @@ class _Message(Body):
     reasoning: str = ""
     tool_calls: Items[_Tool] = []
     tool_call_id: str | None = None
+    images: Annotated[list[Any], Field(max_length=0)] = []  # Ollama's
 
     needed = dict.fromkeys(("system", "developer", "user"), ("content",))
 

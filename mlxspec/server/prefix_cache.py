@@ -12,10 +12,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -35,6 +36,8 @@ from ..engine.prompt_cache import read_prompt_cache_metadata
 from ..errors import FileError
 from ..files import is_ours_alone
 from ..generation.session import Session
+
+_log = logging.getLogger("mlxspec.server")
 
 _LEAST = 16  # tokens; a shorter common prefix is not worth a copy
 _OPENING = 16  # tokens at a prompt's end that open the answer; a later prompt may lack them
@@ -71,6 +74,7 @@ class _Entry:
     used: int = 0
 
 
+@dataclass(eq=False)
 class PrefixCache:
     """Keeps the caches of requests to one model, within a memory limit.
 
@@ -80,35 +84,25 @@ class PrefixCache:
     earlier prompts keeps its state at that point as an entry. Later prompts copy it: the third
     prompt with a common prefix is the first to find it.
 
-    Args:
+    Attributes:
         model: an mlx-lm model.
         max_bytes: the most memory of idle entries. The least recently used make room.
         options: the cache options, which all generations share.
-        warn: called with a line about a file that cannot be used or written.
         chunks_matter: the decoder's method of that name, which says which prompts share nothing.
             By default all prompts share.
-
-    Attributes:
         hits: how many prompts matched a cached prefix.
         misses: how many prompts did not.
         forks: how many of the hits were copies.
         evictions: how many entries have made room for others.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        max_bytes: int,
-        options: CacheOptions | None = None,
-        warn: Callable[[str], object] = lambda line: None,
-        chunks_matter: Callable[[int, list[Any]], bool] = lambda length, caches: False,
-    ) -> None:
-        self.max_bytes = max_bytes
+    model: nn.Module
+    max_bytes: int
+    options: CacheOptions = field(default_factory=CacheOptions)
+    chunks_matter: Callable[[int, list[Any]], bool] = lambda length, caches: False
+
+    def __post_init__(self) -> None:
         self.hits = self.misses = self.forks = self.evictions = 0
-        self._model = model
-        self._options = options or CacheOptions()
-        self._warn = warn
-        self._chunks_matter = chunks_matter
         self._idle: dict[_Entry, None] = {}
         """Idle entries, the least recently used first."""
         self._lent: dict[Session, _Entry] = {}
@@ -275,7 +269,7 @@ class PrefixCache:
 
     def _shares_nothing(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt must run as a whole, since its result depends on its chunks."""
-        return self._chunks_matter(len(prompt) - 1, self._caches)
+        return self.chunks_matter(len(prompt) - 1, self._caches)
 
     def _alike(self, entry: _Entry, length: int) -> bool:
         """Whether the cache of an entry's first tokens is what any prompt's would be.
@@ -283,7 +277,7 @@ class PrefixCache:
         Where a cache was quantised depends on the prompt's length, up to a certain length.
         """
         first = min(entry.n_prompt - 1, length)
-        return not entry.session.quantized or first >= self._options.quantized_at
+        return not entry.session.quantized or first >= self.options.quantized_at
 
     def _continues(self, entry: _Entry, common: int) -> bool:
         """Whether an entry's session may be cut to ``common`` tokens and lent, instead of copied.
@@ -309,7 +303,7 @@ class PrefixCache:
     @cached_property
     def _caches(self) -> list[Any]:
         """Empty caches, as every prompt begins with."""
-        return make_prompt_cache(self._model, self._options.max_kv_size)
+        return make_prompt_cache(self.model, self.options.max_kv_size)
 
     # --- on disk ---
 
@@ -329,7 +323,7 @@ class PrefixCache:
                 for path in {*directory.glob(pattern)} - written:
                     path.unlink()
         except (OSError, FileError) as error:
-            self._warn(f"the prefix cache cannot be saved: {error}")
+            _log.warning("the prefix cache cannot be saved: %s", error)
 
     def _write(self, entry: _Entry, directory: Path) -> Path:
         """Write an entry's file, unless it exists."""
@@ -373,7 +367,7 @@ class PrefixCache:
             OSError: it does not exist.
         """
         if not (trusted := is_ours_alone(path)):
-            self._warn(f"{path}: ignored, since others may write to it; remove it")
+            _log.warning("%s: ignored, since others may write to it; remove it", path)
         return trusted
 
     def _read(self, path: Path) -> _Entry | None:
@@ -381,25 +375,25 @@ class PrefixCache:
         try:
             metadata = read_prompt_cache_metadata(path)
             if metadata["model"] != self._fingerprint:
-                self._warn(f"{path}: ignored, since it is for another model, version or option")
+                _log.warning("%s: ignored, since it is for another model, version or option", path)
                 return None
             session, n_prompt = Session.load(path), int(metadata["prompt_tokens"])
             entry = _Entry(array("i", session.tokens), n_prompt, metadata["partition"], session)
             entry.nbytes, entry.shared = session.nbytes, metadata["shared"] == "1"
             return entry
         except (OSError, FileError, ValueError, KeyError):
-            self._warn(f"{path}: ignored, since it is damaged or not from a prefix cache")
+            _log.warning("%s: ignored, since it is damaged or not from a prefix cache", path)
             return None
 
     @cached_property
     def _fingerprint(self) -> str:
         """A digest that distinguishes models, fine-tuned ones included, and cache options."""
-        options = asdict(self._options)  # with the step size, which decides what is quantised
+        options = asdict(self.options)  # with the step size, which decides what is quantised
         versions = [version("mlx"), version("mlx-lm")]
-        described = json.dumps([_FORMAT, model_identity(self._model)["digest"], options, versions])
+        described = json.dumps([_FORMAT, model_identity(self.model)["digest"], options, versions])
         digest = hashlib.sha256(described.encode())
         samples = []
-        for _, weight in sorted(tree_flatten(self._model.parameters())):
+        for _, weight in sorted(tree_flatten(self.model.parameters())):
             spread = weight.reshape(-1)[:: max(1, weight.size // _SAMPLES)]
             samples.append(mx.contiguous(spread).view(mx.uint8))
         mx.eval(samples)

@@ -329,6 +329,7 @@ class ApiBody(SamplingBody):
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
     parallel_tool_calls: bool = True
+    continue_final_message: bool = True  # vLLM's
     response_format: Format = None
     guided_json: _Json = None  # vLLM's names
     guided_regex: _Regex = None
@@ -416,8 +417,8 @@ class ApiBody(SamplingBody):
     @property
     def continued(self) -> bool:
         """Whether the answer continues the last message, which is the assistant's."""
-        last = self.conversation[-1]
-        return self.continues and last["role"] == "assistant" and "tool_calls" not in last
+        last, asked = self.conversation[-1], self.continues and self.continue_final_message
+        return asked and last["role"] == "assistant" and "tool_calls" not in last
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -442,7 +443,7 @@ class ApiBody(SamplingBody):
         if word == "required" and not names:
             refuse("tool_choice", word, "send tools too")
         if forced is not None and forced not in names:
-            refuse("tool_choice", self.sent["tool_choice"], "name one of the tools")
+            refuse("tool_choice", forced, "name one of the tools")
         if not self.conversation and self.param != "prompt":
             raise ApiError(f"{self.param} has no text: send a user message.", param=self.param)
         return self

@@ -211,7 +211,8 @@ class ResponsesBody(ApiBody):
             return asked, None
         known = self.known_tools.items()
         names = [flat for flat, tool in known if asked.name in (tool.name, flat)]
-        return "function", next(iter(names), asked.name)  # an unknown name is refused
+        unknown = asked.type if asked.name == "-" else asked.name  # which is refused
+        return "function", next(iter(names), unknown)
 
     def repeated(self) -> dict[str, Any]:
         """The fields that the response repeats, with the values in force."""
@@ -450,7 +451,7 @@ class ResponsesAnswer(ApiAnswer):
         return self._response
 
     def keep_alive(self) -> str:
-        return "".join(map(framed, self.begun() or [self._lifecycle("in_progress")]))
+        return framed(self._lifecycle("in_progress"))
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         code = "server_error" if error.status >= 500 else "invalid_prompt"

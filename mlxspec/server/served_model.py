@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,6 @@ from ..engine.params import CacheOptions
 from ..engine.target import UNDOABLE, together, vocabulary_size
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto
-from ..generation.options import GenerationOptions
 from ..generation.session import MARKS
 from .prefix_cache import PrefixCache
 
@@ -47,32 +47,27 @@ class Need(NamedTuple):
     forward: int = 0
 
 
+@dataclass(eq=False)
 class CacheMemory:
     """What one model's weights, caches and forwards take.
 
-    Args:
+    Attributes:
         model: an mlx-lm model, with its weights in memory.
         options: the cache options.
         draft_model: the draft model of its requests, if any.
-
-    Attributes:
-        options: the cache options.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: CacheOptions | None = None,
-        draft_model: nn.Module | None = None,
-    ) -> None:
-        self._draft = CacheMemory(draft_model) if draft_model else None
-        self.options = options or CacheOptions()
-        self._model = model
-        self._plain = cache_kinds(model, self.options)
+    model: nn.Module
+    options: CacheOptions = field(default_factory=CacheOptions)
+    draft_model: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        self._draft = CacheMemory(self.draft_model) if self.draft_model else None
+        self._plain = cache_kinds(self.model, self.options)
         self._quantized: list[CacheKind] = []
         if self.options.kv_bits is not None:
-            self._quantized = cache_kinds(model, self.options, quantized=True)
-        self._trained: TrainedHead | None = getattr(model, "trained_head", None)
+            self._quantized = cache_kinds(self.model, self.options, quantized=True)
+        self._trained: TrainedHead | None = getattr(self.model, "trained_head", None)
         self._waiting = self._trained.new_cache(0).waiting_bytes(_ROWS) if self._trained else 0
 
     def needs(self, tokens: int) -> Need:
@@ -102,7 +97,7 @@ class CacheMemory:
     @cached_property
     def weights(self) -> int:
         """The bytes of all weights, a trained head's and a draft model's included."""
-        modules = [self._model, *([self._trained.head] if self._trained else ())]
+        modules = [self.model, *([self._trained.head] if self._trained else ())]
         arrays = [array for module in modules for _, array in tree_flatten(module.parameters())]
         own = sum(array.nbytes for array in {id(array): array for array in arrays}.values())
         return own + (self._draft.weights if self._draft else 0)
@@ -127,8 +122,8 @@ class CacheMemory:
     def _measured(self) -> tuple[tuple[int, float], int]:
         """What :func:`forward_memory` returns, and the bytes of the scores of a step's row."""
         with mx.stream(generation_stream):
-            found = together(forward_memory, self._model, self.options.max_kv_size)
-        return found, _SCORES * 4 * vocabulary_size(self._model)
+            found = together(forward_memory, self.model, self.options.max_kv_size)
+        return found, _SCORES * 4 * vocabulary_size(self.model)
 
 
 def _taken(kinds: list[CacheKind], tokens: int) -> int:
@@ -161,26 +156,33 @@ class ServedModel:
 
     Attributes:
         name: the model's name in requests.
-        decoder: the decoder, with its model loaded and its costs known.
-        cache: the prefix cache.
-        memory: what its caches and forwards take.
-        options: default generation options, overridden by a request's.
+        decoder: the decoder, with its model loaded.
+        caches: the cache options of all requests.
+        most_cached: the most bytes of the prefix cache's idle entries.
         template_arguments: default arguments of the chat template, overridden by a request's.
         owner: the partition that uses the decoder's own memory. The others have memories of their
             own, in the process only.
+        memory: what its weights, caches and forwards take.
+        cache: the prefix cache.
     """
 
     name: str
     decoder: Decoder
-    cache: PrefixCache
-    memory: CacheMemory
-    options: GenerationOptions = field(default_factory=GenerationOptions)
+    caches: CacheOptions = field(default_factory=CacheOptions)
+    most_cached: int = sys.maxsize
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     owner: str = field(default="", repr=False)
     _apart: OrderedDict[str, Decoder] = field(
         default_factory=OrderedDict, init=False, repr=False, compare=False
     )
     """The decoders of other partitions, the least recently used first."""
+
+    def __post_init__(self) -> None:
+        decoder, draft_model = self.decoder, getattr(self.decoder.drafting, "draft_model", None)
+        self.memory = CacheMemory(decoder.model, self.caches, draft_model)
+        self.cache = PrefixCache(
+            decoder.model, self.most_cached, self.caches, decoder.chunks_matter
+        )
 
     @property
     def context_length(self) -> int | None:

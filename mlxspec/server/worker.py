@@ -107,7 +107,6 @@ class ServedRequest(Request):
         prompt: token ids.
         max_tokens: the most tokens to generate.
         options: as for :meth:`mlxspec.Decoder.stream`.
-        index: the choice's index, which its events have.
         prediction: token ids that the client expects as output.
         top_logprobs: how many of the likeliest tokens its events have; None for no
             log-probabilities.
@@ -118,6 +117,7 @@ class ServedRequest(Request):
 
     Attributes:
         number: the request's number in this process.
+        index: the choice's index, which its events have.
         stream: the stream of its events.
         session: what the prefix cache has lent to it.
         asked: when it arrived, by ``time.perf_counter``.
@@ -128,6 +128,7 @@ class ServedRequest(Request):
     """
 
     stream: EventStream
+    index: int
     session: Session | None = None
 
     def __init__(
@@ -137,13 +138,12 @@ class ServedRequest(Request):
         max_tokens: int,
         options: GenerationOptions,
         *,
-        index: int = 0,
         prediction: Sequence[int] = (),
         top_logprobs: int | None = None,
         partition: str = "",
     ) -> None:
         decoder = served.decoder
-        given = cast(GenerationOptions, {**served.options, **options})
+        given = cast(GenerationOptions, {**vars(served.caches), **options})
         super().__init__(
             *(decoder, prompt, max_tokens, given),
             partial(served.make_drafter, prediction, partition),
@@ -152,7 +152,6 @@ class ServedRequest(Request):
         self.at_end = self._end
         self.number = next(_numbers)
         self.served = served
-        self.index = index
         self.top_logprobs = top_logprobs
         self.partition = partition
         self.asked = time.perf_counter()
@@ -163,7 +162,6 @@ class ServedRequest(Request):
 
     def figures(self) -> dict[str, Any]:
         """The request's state and figures, as JSON."""
-        plain, seconds = self.plain_seconds, self.decode_seconds
         figures = {
             "number": self.number,
             "model": self.served.name,
@@ -175,8 +173,7 @@ class ServedRequest(Request):
             "max_tokens": self.max_tokens,
             "first_token": self.first_token - self.asked if self.first_token else None,
             "tokens_per_step": self.stats.tokens_per_step or None,
-            # The speed of its steps relative to plain ones.
-            "gain": plain / seconds if plain and seconds else None,
+            "gain": self.stats.gain,
             "seconds": time.perf_counter() - self.asked,
         }
         return {k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items()}
@@ -186,9 +183,9 @@ class ServedRequest(Request):
         self.session = self.lease = self.served.cache.lend(self.prompt, self.partition, make_room)
         super().start()
 
-    def on_step(self, step: VerifiedStep, seconds: float, plain_seconds: float | None) -> None:
-        super().on_step(step, seconds, plain_seconds)
-        self.stream.worker.metrics.add_step(step, seconds, plain_seconds)
+    def on_step(self, step: VerifiedStep, seconds: float, cost: float) -> None:
+        super().on_step(step, seconds, cost)
+        self.stream.worker.metrics.add_step(step, seconds, cost)
 
     def _send(self, response: GenerationResponse) -> None:
         """Turn a response into events."""
@@ -249,8 +246,8 @@ class EventStream(RequestStream):
         super().__init__()
         self.worker = worker
         self.requests = requests
-        for request in requests:
-            request.stream = self
+        for index, request in enumerate(requests):
+            request.stream, request.index = self, index
 
     async def events(self, keep_alive: float) -> AsyncGenerator[list[Event], None]:
         """Yield the events in batches, until all generations have ended.
@@ -392,11 +389,6 @@ class Worker(EngineThread):
         queues = cast(dict[str, ModelQueue], self.engines.copy())
         return {name: queue.served for name, queue in queues.items()}
 
-    @property
-    def ready(self) -> bool:
-        """Whether requests are answered."""
-        return not self.ending
-
     def stop(self) -> None:
         """End all generations and the thread, and wait for its end."""
         self.end(ApiError("the server is ending", status=503))
@@ -455,7 +447,7 @@ class Worker(EngineThread):
             ApiError: 413, not even a request of one token fits into memory beside it.
         """
         decoder, least = served.decoder, served.memory.needs(1)
-        if decoder.plans:
+        if decoder.drafting.plans:
             _ = decoder.costs  # measured now, if they are unknown
         warm_up = Engine(decoder)
         for prompt in ([1, 1], [1, 1, 1]):

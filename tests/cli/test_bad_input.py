@@ -53,11 +53,6 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
             "Error: Missing option '-m' / '--tokenizer' / '--model' (mlxspec replay --help)\n",
         ),
         (
-            ("bench",),
-            "Error: name a MODEL: a directory, a Hub repository, an alias, or demo; 'mlxspec "
-            "models' lists those on this machine (mlxspec bench --help)\n",
-        ),
-        (
             ("generate", "--max-tokens", "x"),
             "Error: Invalid value for '--max-tokens': 'x' is not a valid integer range "
             "(mlxspec generate --help)\n",

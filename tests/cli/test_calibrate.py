@@ -314,12 +314,6 @@ def test_a_page_that_cannot_be_written_is_refused_before_measuring(
     assert measurements == []
 
 
-def test_no_model_is_one_line():
-    result = calibrate()
-    assert result.exit_code == 2
-    assert result.stderr.splitlines()[-1].startswith("Error: name a MODEL: a directory, ")
-
-
 @pytest.mark.parametrize("arguments", [["no/such/model"], ["--show"]])
 def test_a_context_of_nothing_is_one_line(arguments: list[str]):
     result = calibrate(*arguments, "--context", -4)

@@ -291,6 +291,16 @@ def test_ctrl_c_with_json_writes_what_there_is(endless: Path, monkeypatch: pytes
         (("--store", "x", "--n-draft", "3"), "--n-draft is for --decoder prompt-lookup"),
         (("--store", "x", "--decoder", "plain"), "--decoder auto"),
         (("--decoder", "auto", "--ngram-max", "2"), "--ngram-max"),
+        (("--logprobs", "0"), "--logprobs has no effect without --json or --prompts: add it"),
+        (("--concurrency", "8"), "--concurrency has no effect without --prompts"),
+        (("--num-draft-tokens", "2"), "--num-draft-tokens has no effect without --draft-model"),
+        (("--min-tokens-to-keep", "2"), "--min-tokens-to-keep has no effect without --min-p"),
+        (("--xtc-threshold", "0.2"), "--xtc-threshold has no effect without --xtc-probability"),
+        (("--kv-group-size", "32"), "--kv-group-size has no effect without --kv-bits"),
+        (
+            ("--repetition-context-size", "9"),
+            "--repetition-context-size has no effect without --repetition-penalty",
+        ),
         (("--quiet", "--stats"), "--quiet and --stats are given together: choose one"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -376,7 +386,8 @@ def test_plain_decoding_has_no_acceptance_rate():
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_what_was_gained_is_told_where_steps_were_measured(width: int):
-    panel = "\n".join(lines(figures_panel(RESULT, False, predicted_cost=2000.0), width))
+    gained = replace(RESULT, stats=replace(RESULT.stats, cost=2000.0))
+    panel = "\n".join(lines(figures_panel(gained, False), width))
     assert re.search(r"against plain +1\.50× +estimated", panel)
     assert "against plain" not in "\n".join(lines(figures_panel(RESULT, False), width))
 

@@ -122,9 +122,12 @@ def test_log_probabilities_stand_in_the_json(endless: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--xtc-threshold", "0.9"), "xtc_threshold is 0.9"),
+        (("--xtc-probability", "0.5", "--xtc-threshold", "0.9"), "xtc_threshold is 0.9"),
         (("--repetition-penalty", "-1"), "repetition_penalty is -1.0"),
-        (("--frequency-context-size", "-2"), "frequency_context_size is -2"),
+        (
+            ("--frequency-penalty", "1", "--frequency-context-size", "-2"),
+            "frequency_context_size is -2",
+        ),
         (("--logit-bias", "five=1"), "'five=1': write it as ID=VALUE"),
         (("--logit-bias", "5"), "'--logit-bias': '5'"),
         (("--logit-bias", "5=nan"), "logit_bias of token 5 is nan"),

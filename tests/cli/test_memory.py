@@ -71,10 +71,6 @@ def generate(*arguments: object) -> dict:
     return json.loads(result.stdout)
 
 
-def fail(line: str) -> None:
-    raise AssertionError(line)
-
-
 def answers() -> list[list[int]]:
     return [one[1].tolist() for kept in kept_answers(memory_directory()) for one in kept.read()]
 
@@ -90,7 +86,7 @@ def learn(texts: list[str], ages: list[timedelta] | None = None) -> list[list[in
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     with pytest.MonkeyPatch.context() as patched:
         kept = KeptAnswers(memory_directory(), identify(tokenizer), "demo")
-        held = Memory(kept=kept, on_trouble=fail)
+        held = Memory(kept=kept)
         for tokens, age in zip(ids, ages or [timedelta()] * len(ids), strict=True):
             learned = int(now - age.total_seconds())
             patched.setattr(answers_module, "time", _Clock(learned))

@@ -158,7 +158,7 @@ def test_caches_that_do_not_fit_are_refused_before_any_answer(
 def test_bad_arguments_are_refused_before_anything_is_measured(
     loaded: tuple, prompts: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder_of(*loaded), "_costs", None)
+    monkeypatch.delitem(vars(decoder_of(*loaded)), "costs")
     monkeypatch.setattr(
         "mlxspec.generation.loaded.costs_for", lambda *_, **__: pytest.fail("measured")
     )

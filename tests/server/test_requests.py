@@ -397,6 +397,11 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
         (
+            {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
+            "messages[0].images",
+        ),
+        ({"continue_final_message": "no"}, "continue_final_message"),
+        (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": 5, "function": {}}]}]},
             "messages[0].tool_calls[0].function.name",
         ),
@@ -411,6 +416,25 @@ def test_what_is_wrong_or_cannot_be_done_is_refused_by_name(
     fields: dict[str, Any], param: str
 ) -> None:
     assert param_of({"messages": HELLO, **fields}) == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [WEATHER]},
+            "tool_choice is 'x': name one of the tools.",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": "{}"}},
+            "structured_outputs.structural_tag is '{}': leave it out.",
+        ),
+    ],
+)
+def test_errors_say_what_was_sent_and_what_to_do(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert caught.value.message == message
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 5, True, float("nan")])
@@ -467,6 +491,7 @@ def test_messages_come_in_the_form_of_chat_templates() -> None:
 def test_a_trailing_message_of_the_assistant_is_gone_on_with() -> None:
     prefill = [*HELLO, {"role": "assistant", "content": "Well,"}]
     assert chat(messages=prefill).continued
+    assert not chat(messages=prefill, continue_final_message=False).continued
     assert not chat().continued
     empty = chat(messages=[*HELLO, {"role": "assistant", "content": ""}])
     assert empty.conversation == chat().conversation

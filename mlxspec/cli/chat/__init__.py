@@ -33,7 +33,7 @@ from ..common.model_choice import (
     note_if_demo,
     resolved,
 )
-from ..common.notes import in_one_line
+from ..common.notes import note
 from ..common.options import COUNT, FILE, color_option, command, option
 from ..common.output import Figures, counted, error_console, output_console, prefill_bar
 from ..common.prompt import template_option
@@ -164,7 +164,7 @@ class Chat:
             except MlxspecError as error:
                 if not self.interactive:
                     raise
-                self._note(in_one_line(error))
+                note(error)
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
@@ -224,10 +224,9 @@ class Chat:
         if last is None or last.finish_reason is None:
             self.say("The answer was stopped; /retry begins another.")
             return
-        cost = self.model.predicted_cost
-        self._figures.add(last, last.generation_tokens, cost)
+        self._figures.add(last, last.generation_tokens)
         if self.interactive:
-            self.say(answer_line(last, cost, self.generation.max_tokens))
+            self.say(answer_line(last, self.generation.max_tokens))
 
     def _fitting_prompt(self) -> list[int]:
         """The conversation's tokens.
@@ -246,7 +245,7 @@ class Chat:
             dropped += 1
             tokens = self.model.tokenize(self.conversation)
         if dropped:
-            self._note(
+            note(
                 f"the model's context of {length:,} tokens is full: left out the first "
                 f"{counted(dropped, 'turn')}; /reset starts over"
             )
@@ -283,9 +282,6 @@ class Chat:
         """Print a text that is not an answer."""
         self.console.print(visible(text), style="dim", soft_wrap=not self.interactive)
 
-    def _note(self, text: str) -> None:
-        self.say(f"Note: {text}")
-
     # The commands.
 
     def _help(self, _: str) -> None:
@@ -308,7 +304,7 @@ class Chat:
         if not self.unanswered:
             self._retries += 1
             if temp == 0:
-                self._note(
+                note(
                     "at temperature 0 the same conversation gets the same answer: '/retry 0.8' "
                     "samples another"
                 )
@@ -356,17 +352,16 @@ class Chat:
         raise EOFError
 
 
-def answer_line(last: GenerationResponse, predicted_cost: float, max_tokens: int) -> str:
+def answer_line(last: GenerationResponse, max_tokens: int) -> str:
     """The figures of one answer, and why it was cut if it was.
 
     Args:
         last: the answer's last response.
-        predicted_cost: the cost of its steps, in plain steps; 0 if unknown.
         max_tokens: the most tokens that it could have.
     """
     figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
-    if predicted_cost:
-        figures.append(f"{last.stats.emitted / predicted_cost:.1f}× plain")
+    if last.stats.gain:
+        figures.append(f"{last.stats.gain:.1f}× plain")
     figures += [
         f"{last.stats.tokens_per_step:.2f} per step",
         f"{last.reused_tokens:,} of {last.prompt_tokens:,} prompt tokens reused",
@@ -443,15 +438,14 @@ def command_in(message: str) -> tuple[Command, str] | None:
 # --- a model in this process ---
 
 
+@dataclass(eq=False)
 class LocalModel:
     """A model in this process, used for a chat.
 
-    Args:
-        generation: which model to use, and how to draft.
+    Attributes:
+        first: which model to use first, and how to draft.
         load: loads the model of a generation.
         template_arguments: variables for the model's chat template.
-
-    Attributes:
         name: the model's name, as the user gave it.
         decoder: the loaded model.
         session: holds the KV cache of the conversation.
@@ -461,20 +455,12 @@ class LocalModel:
         MlxspecError: it cannot be loaded, or has no chat template.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        load: Callable[[Generation], Decoder],
-        template_arguments: Mapping[str, Any],
-    ) -> None:
-        self._first, self._load = generation, load
-        self._template_arguments = template_arguments
-        self._use(model_or_default(generation.model))
+    first: Generation
+    load: Callable[[Generation], Decoder]
+    template_arguments: Mapping[str, Any]
 
-    @property
-    def predicted_cost(self) -> float:
-        """The cost of the last answer's steps, in plain steps; 0 if unknown."""
-        return self.decoder.predicted_cost
+    def __post_init__(self) -> None:
+        self._use(model_or_default(self.first.model))
 
     def tokenize(self, messages: Messages) -> list[int]:
         """The tokens of a conversation in the model's chat template.
@@ -484,7 +470,7 @@ class LocalModel:
         """
         from ...models.chat_template import conversation_ids
 
-        return conversation_ids(self.decoder.tokenizer, messages, self._template_arguments)
+        return conversation_ids(self.decoder.tokenizer, messages, self.template_arguments)
 
     def stream(
         self, generation: Generation, tokens: Sequence[int], on_progress: Progress
@@ -528,15 +514,12 @@ class LocalModel:
             raise
 
     def _use(self, name: str) -> None:
-        """Load a model; only the first has the head and the adapters of the command line."""
+        """Load a model."""
         from ...engine.model_sizes import context_length
         from ...generation.session import Session
 
-        asked = self._first
-        if name != model_or_default(asked.model):
-            drafting = replace(asked.drafting, head=None)
-            asked = replace(asked, model=name, drafting=drafting, adapter_path=None)
-        decoder = self._load(asked)
+        is_first = name == model_or_default(self.first.model)
+        decoder = self.load(self.first.for_model(name, is_first))
         if not decoder.tokenizer.has_chat_template:
             raise OptionError(
                 "this model's tokenizer has no chat template: choose a chat model, or use "

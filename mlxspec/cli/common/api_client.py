@@ -121,14 +121,11 @@ class RemoteModel:
     Attributes:
         name: the model's name.
         context_length: in tokens; None if unknown.
-        predicted_cost: 0, since servers do not report it.
 
     Raises:
         OptionError: the server does not answer or has no such model, or an option is given that
             only ``mlxspec serve`` takes.
     """
-
-    predicted_cost = 0.0
 
     def __init__(
         self, address: str, generation: Generation, template_arguments: Mapping[str, Any]

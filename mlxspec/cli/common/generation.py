@@ -236,6 +236,19 @@ class Generation:
             return Constraint.grammar(read_text("--grammar", self.grammar))
         return None if self.regex is None else Constraint.regex(self.regex)
 
+    def for_model(self, model: str, is_named: bool) -> Generation:
+        """The options for a model.
+
+        Args:
+            model: its name.
+            is_named: whether the options were given for this model. Adapters, a head, a draft model
+                and a store are not for others.
+        """
+        if is_named:
+            return replace(self, model=model)
+        drafting = replace(self.drafting, head=None, draft_model=None, store=None)
+        return replace(self, model=model, drafting=drafting, adapter_path=None)
+
     def load(
         self,
         console: Console | None,
@@ -292,7 +305,7 @@ class Generation:
         decoder.keeps_experience = memories.keeps
         if draft_model is not None:
             check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
-        if bar and decoder.plans:
+        if bar and drafts_from.plans:
             with bar:
                 _ = decoder.costs  # a trained head is attached and measured before
         return decoder

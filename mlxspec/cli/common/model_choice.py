@@ -27,7 +27,7 @@ SMALL_MODEL = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
 DEMO_CAN = 'Repeat this 3 times: "The red fox sees the river."'
 """A prompt that the demo model can answer."""
 
-ABOUT = "A model directory, a Hub repository, an alias of 'mlxspec config', or 'demo'."
+_ABOUT = "A model directory, a Hub repository, an alias of 'mlxspec config', or 'demo'."
 
 
 class _Model(click.ParamType):
@@ -101,16 +101,13 @@ def note_if_demo(model: str | None) -> None:
 
 # --- as options and arguments ---
 
-DEFAULT = f"  [default: {MODEL_VARIABLE}, 'mlxspec config', or ./{DIRECTORY}]"
-DEFAULT_OR_DEMO = f"  [default: {MODEL_VARIABLE}, 'mlxspec config', ./{DIRECTORY}, or demo]"
+_DEFAULT = f"  [default: {MODEL_VARIABLE}, 'mlxspec config', ./{DIRECTORY}, or demo]"
+
+model_option = option("-m --model MODEL", _ABOUT + _DEFAULT, type=MODEL, group="Model and prompt")
+"""``--model`` for a command whose argument is not a model."""
 
 
-def model_option(group: str) -> Decorator:
-    """``--model`` for a command whose argument is not a model."""
-    return option("-m --model MODEL", ABOUT + DEFAULT_OR_DEMO, type=MODEL, group=group)
-
-
-def model_argument(about: str = ABOUT + DEFAULT_OR_DEMO, *, several: bool = False) -> Decorator:
+def model_argument(about: str = _ABOUT + _DEFAULT, *, several: bool = False) -> Decorator:
     """MODEL, as an argument or with ``--model``; the command gets it as ``model``, or None.
 
     Args:
@@ -133,18 +130,3 @@ def model_argument(about: str = ABOUT + DEFAULT_OR_DEMO, *, several: bool = Fals
     how = {"metavar": words, "nargs": -1 if several else 1, "callback": in_either_way}
     by_place = argument(name, about, required=False, type=MODEL, **how)
     return lambda function: by_place(by_name(function))
-
-
-def needed_model(model: str | None) -> str:
-    """The given model or the default one, for commands that do not fall back on the demo model.
-
-    Raises:
-        click.UsageError: no model is given or set.
-    """
-    found = model or default_model()
-    if found is None:
-        raise click.UsageError(
-            "name a MODEL: a directory, a Hub repository, an alias, or demo; 'mlxspec models' "
-            "lists those on this machine"
-        )
-    return found

@@ -54,7 +54,7 @@ def reported() -> Iterator[None]:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if isinstance(sys.stdout, TextIOWrapper):  # for characters that its encoding lacks
         sys.stdout.reconfigure(errors="replace")
-    with _errors_in_one_line(), _warnings_as_notes():
+    with _errors_in_one_line(), _log_as_notes():
         yield
         sys.stdout.flush()
 
@@ -104,18 +104,14 @@ def _errors_in_one_line() -> Iterator[None]:
 
 
 @contextmanager
-def _warnings_as_notes() -> Iterator[None]:
-    """Show mlxspec's warnings and log records as notes, and others only with ``python -W``."""
+def _log_as_notes() -> Iterator[None]:
+    """Show mlxspec's log records as notes, and warnings only with ``python -W``."""
     log, handler = logging.getLogger("mlxspec"), _LoggedNotes(logging.WARNING)
     log.addHandler(handler)
     try:
         with warnings.catch_warnings():
             if not sys.warnoptions:
                 warnings.simplefilter("ignore")
-                # UserWarning only: when the garbage collector finds an open socket, Python blames
-                # whichever line is running.
-                warnings.filterwarnings("always", category=UserWarning, module=r"mlxspec(\.|$)")
-            warnings.showwarning = lambda message, *_: note(message)
             yield
     finally:
         log.removeHandler(handler)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ...errors import MlxspecError, OptionError
 from ..settings import defaults_of
@@ -52,6 +53,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         with reported():
+            _check_needs(ctx)
             return super().invoke(ctx)
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -70,6 +72,36 @@ class Command(click.Command):
             if records:
                 with formatter.section(heading or ungrouped):
                     formatter.write_dl(records)
+
+
+_NEEDS = {
+    "--logprobs": ("--json", "--prompts"),
+    "--concurrency": ("--prompts",),
+    "--num-draft-tokens": ("--draft-model",),
+    "--min-tokens-to-keep": ("--min-p",),
+    "--xtc-threshold": ("--xtc-probability",),
+    "--repetition-context-size": ("--repetition-penalty",),
+    "--presence-context-size": ("--presence-penalty",),
+    "--frequency-context-size": ("--frequency-penalty",),
+    **dict.fromkeys(("--kv-group-size", "--quantized-kv-start"), ("--kv-bits",)),
+}
+"""Options that have no effect without one of others, in commands that have these."""
+
+
+def _check_needs(ctx: click.Context) -> None:
+    """Refuse options that have no effect.
+
+    Raises:
+        OptionError: an option is given without those that it needs.
+    """
+    values = {name: ctx.params.get(one.name) for one in ctx.command.params for name in one.opts}
+    for one in ctx.command.params:
+        name, given = one.opts[0], ctx.get_parameter_source(one.name or "")
+        needs = [other for other in _NEEDS.get(name, ()) if other in values]
+        if given is ParameterSource.COMMANDLINE and needs and not any(map(values.get, needs)):
+            raise OptionError(
+                f"{name} has no effect without {' or '.join(needs)}: add it, or leave out {name}"
+            )
 
 
 class Group(click.Group):

@@ -190,7 +190,12 @@ def json_text(report: dict[str, Any], indent: int | None = None) -> str:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """How to show a report: as tables or as one JSON object, and optionally as a page."""
+    """How to show a report: as tables or as one JSON object, and optionally as a page.
+
+    Raises:
+        OptionError: the page's name does not end in ``.html``.
+        FileError: the page cannot be written.
+    """
 
     html: Path | None = option_field(  # noqa: RUF009
         "--html FILE", "Also write the report as an HTML page, FILE.html."
@@ -199,13 +204,7 @@ class ReportOptions:
         "--json", "Write one JSON object instead of tables.", default=False
     )
 
-    def check(self) -> None:
-        """Check before the work that the page can be written.
-
-        Raises:
-            OptionError: its name does not end in ``.html``.
-            FileError: it cannot be written.
-        """
+    def __post_init__(self) -> None:
         if self.html:
             if self.html.suffix != ".html":
                 raise OptionError(f"--html {self.html}: choose a name *.html")
@@ -271,7 +270,7 @@ def counted(number: int, thing: str) -> str:
 def result_report(result: GenerationResult, model: str) -> dict[str, Any]:
     """A result for JSON: its fields, figures derived from them, and the model's name."""
     report = {"model": model, **asdict(result), "generation_tokens": len(result.tokens)}
-    del report["segments"]
+    del report["segments"], report["stats"]["cost"]
     report["stats"] |= {
         "tokens_per_step": result.stats.tokens_per_step,
         "acceptance_rate": result.stats.acceptance_rate,
@@ -287,9 +286,6 @@ class Figures:
         prompt_tokens, reused_tokens, generated_tokens: sums over all answers.
         prefill_seconds, seconds: the time for prompts and for generated tokens.
         stats: sums of the answers' stats; None before the first answer.
-        plain_cost, cost: the cost of the generated tokens without drafts and with them, in the same
-            unit; 0 if unknown. They come from the measured costs of rows, so other work of the
-            machine does not count.
         answers: how many there were.
     """
 
@@ -299,19 +295,14 @@ class Figures:
     prefill_seconds: float = 0.0
     seconds: float = 0.0
     stats: SpeculationStats | None = None
-    plain_cost: float = 0.0
-    cost: float = 0.0
     answers: int = 0
 
-    def add(
-        self, answer: GenerationResponse | GenerationResult, generated: int, cost: float = 0.0
-    ) -> None:
+    def add(self, answer: GenerationResponse | GenerationResult, generated: int) -> None:
         """Count an answer.
 
         Args:
             answer: its last response, or its result.
             generated: the number of its tokens.
-            cost: the cost of its steps, in plain steps; 0 if unknown.
         """
         self.answers += 1
         self.prompt_tokens += answer.prompt_tokens
@@ -322,8 +313,6 @@ class Figures:
             self.prefill_seconds += run / answer.prompt_tps
         if answer.generation_tps:
             self.seconds += generated / answer.generation_tps
-        self.plain_cost += answer.stats.emitted if cost else 0.0
-        self.cost += cost
         self.stats = self.stats + answer.stats if self.stats else answer.stats
 
     def panel(
@@ -355,8 +344,8 @@ class Figures:
                 ("tokens per step", f"{stats.tokens_per_step:.2f}"),
                 ("acceptance rate", share, accepted),
             ]
-        if self.cost and self.plain_cost:
-            rows.append(("against plain", ratio(self.plain_cost / self.cost), "estimated"))
+            if stats.gain:
+                rows.append(("against plain", ratio(stats.gain), "estimated"))
         grid = Table.grid(padding=(0, 2))
         grid.add_column()
         grid.add_column(justify="right")

@@ -16,7 +16,6 @@ import click
 
 from ...errors import OptionError, PromptError
 from ...models.chat_template import NOT_A_PROMPT
-from .model_choice import model_option as named_model
 from .notes import note
 from .options import NAME, argument, option, option_field
 
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
     Prompt = str | list[int] | Messages
 
 _PATIENCE = 10.0  # seconds of waiting for a pipe's first byte
-
-model_option = named_model("Model and prompt")
-
 
 prompt_argument = argument("argument", "What to ask the model.", required=False, metavar="[PROMPT]")
 """The prompt as an argument; it becomes :attr:`PromptOptions.argument`."""
