@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -72,6 +73,19 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 )
 def test_a_wrong_use_is_one_line_and_status_2(called: Called, arguments: tuple, told: str) -> None:
     assert called(*arguments) == (2, told)
+
+
+def test_an_interrupted_question_ends_its_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @click.command()
+    def asks() -> None:
+        raise click.Abort  # as click.confirm at Ctrl-C
+
+    monkeypatch.setattr(sys, "argv", ["asks"])
+    with pytest.raises(SystemExit, match="130"):
+        run_command(asks, "asks")
+    assert capsys.readouterr().err == "\nInterrupted.\n"
 
 
 @pytest.mark.parametrize(

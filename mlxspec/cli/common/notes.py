@@ -76,8 +76,8 @@ def run_command(command: click.Command, name: str) -> None:
             context = getattr(error, "ctx", None)
             hint = f" ({context.command_path} --help)" if context else ""
             _fail(error.format_message().rstrip(".") + hint, error.exit_code)
-        except click.Abort:  # click has already ended the line
-            _write("Interrupted.")
+        except click.Abort as error:  # click has ended the line, but not that of its own question
+            _write("Interrupted." if error.__cause__ else "\nInterrupted.")
             sys.exit(INTERRUPTED)
 
 
