@@ -69,7 +69,7 @@ def cache_prompt_command(
     from ..generation.options import prompt_ids
     from ..models.model import load
 
-    # Check all that needs no model before a model is loaded, or even downloaded.
+    # Check everything that needs no model before one is loaded, or even downloaded.
     source = prompt.read()
     if not prompt_cache_file.endswith(".safetensors"):
         raise OptionError(f"--prompt-cache-file {prompt_cache_file}: choose a name *.safetensors")
@@ -100,7 +100,7 @@ _QUERY = "<query>"  # mlx-lm's placeholder, which no template contains
 
 
 class CachedPrompt:
-    """The content of a prompt cache file, to be continued by other prompts.
+    """The content of a prompt cache file, which other prompts can continue.
 
     Args:
         file: made by ``mlxspec cache-prompt`` or ``mlx_lm.cache_prompt``.
@@ -123,14 +123,14 @@ class CachedPrompt:
             if asked != own and absolute_name(asked) != absolute_name(own):
                 made = one_line(own[:_LONGEST_NAME]) or "none"
                 option = f"--{key.replace('_', '-')}"
-                raise FileError(f"{file} was made with {option} {made}: name the same")
+                raise FileError(f"{file} was made with {option} {made}: give the same")
 
     def continued(
         self, prompt: str | list[int], options: PromptOptions, decoder: Decoder
     ) -> tuple[list[int], dict[str, Any]]:
         """The tokens to generate from, and the options of :meth:`.Generation.request` for them.
 
-        If the file lists its tokens, they can be drafted from, too.
+        If the file lists its tokens, drafts can be taken from them, too.
 
         Raises:
             FileError: the file belongs to another model.

@@ -35,8 +35,7 @@ from .memory import Memories
 
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
-    from ..engine.step import StepTime
-    from ..generation.response import GenerationResult
+    from ..generation.response import GenerationResult, StepTime
 
 
 _model = partial(option, group="Model and prompt")
@@ -67,23 +66,23 @@ _output = partial(option, group="Output")
 @generation_options()
 @_output("-q --quiet", "Show only the text: no figures, progress or notes.")
 @color_option("Output")
-@_output("--stats", "Show the measured time of a step by its number of rows.")
+@_output("--stats", "Show the measured time of steps by their number of rows.")
 @_output("--json", "Write one JSON object instead of text.", "as_json")
 @_output(
     "--logprobs K",
-    "With --json or --prompts: log-probabilities of each token, and of the K likeliest tokens in "
-    "its place.",
+    "With --json or --prompts: log-probabilities of each token, and of the K likeliest tokens "
+    "in its place.",
     type=click.IntRange(0),
 )
 def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -> None:
     """Generate text with speculative decoding.
 
-    PROMPT is what to ask the model. Pipe an input text, or name its file with --prompt-file. The
-    model gets the text, a blank line and PROMPT. Without PROMPT, the text is the prompt.
+    PROMPT is the instruction or question. Pipe an input text, or name its file with --prompt-file.
+    The model gets the text, a blank line and PROMPT. Without PROMPT, the text is the prompt.
 
-    A draft is what followed the latest words earlier: in the prompt, the output or earlier outputs.
-    The model verifies a draft in one forward, so the text is the model's own and only the speed
-    changes.
+    A draft is the text that followed the latest words before: in the prompt, the output or earlier
+    outputs. The model verifies a draft in one forward, so the text is the model's own and only the
+    speed changes.
 
     \b
     Examples:
@@ -103,16 +102,16 @@ def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -
     [{"role": "user", "content": "..."}]} or just "text". It may set "max_tokens", "stop",
     "stop_tokens" and sampling options by their names ("temp", "top_p", "seed", ...); the options of
     the command are the defaults. Its "id" is copied into the result. The results are lines of JSON
-    in the same order, with the keys of --json. Each is written as soon as all before it are. If a
+    in the same order, with the keys of --json. Each is written once all results before it are. If a
     line cannot be answered, its result has an "error", the others are answered, and the exit status
     is 1.
 
     Standard input is read if it is a pipe, or a file that has not been read from yet. A pipe that
-    stays open and empty is ignored after 10 seconds. If the standard input of a script is a pipe,
-    "mlxspec generate ... < /dev/null" leaves it to the script.
+    stays open and empty is ignored after 10 seconds. In a script that reads a pipe itself, run
+    "mlxspec generate ... < /dev/null".
 
-    Only the text goes to standard output: unchanged to a file or a pipe, and with visible control
-    characters to a terminal. Figures, notes and errors go to standard error.
+    Only the text goes to standard output: unchanged in a file or a pipe, with control characters
+    made visible at a terminal. Figures, notes and errors go to standard error.
     """
     check_one(quiet=options["quiet"], stats=options["stats"])
     if options["quiet"]:
@@ -146,12 +145,12 @@ def answer(
         shows: the options ``quiet``, ``color``, ``stats`` and ``as_json``.
 
     Raises:
-        MlxspecError: an option, the prompt or the model is at fault.
+        MlxspecError: an option, the prompt or the model is invalid.
     """
     from ..generation.response import GenerationResult
     from .cache_prompt import CachedPrompt
 
-    # Check all that needs no model before a model is loaded, or even downloaded.
+    # Check everything that needs no model before one is loaded, or even downloaded.
     source, model = prompt.read(piped=leader is None), model_or_default(generation.model)
     check_one(system_prompt=prompt.system_prompt, prompt_cache_file=prompt_cache_file)
     cached = None
@@ -196,7 +195,7 @@ def figures_panel(result: GenerationResult, legend: bool) -> Panel:
     """The figures of a generation, and a legend for the two colours.
 
     Args:
-        result: what was generated.
+        result: the finished generation.
         legend: whether to add the legend.
     """
     figures = Figures()

@@ -59,15 +59,15 @@ def answer_prompts(
     it writes the results so far and exits with status 130.
 
     Args:
-        file: its lines are as :func:`read_line` takes them; - is standard input.
-        concurrency: how many prompts to answer at once, at most.
+        file: has lines in the form that :func:`read_line` accepts; - is standard input.
+        concurrency: the most prompts to answer at once.
         leader: splits the model over its ranks; None for one process.
         shows: ``quiet``, ``color`` and ``as_json``; the results are always JSON.
 
     Raises:
-        MlxspecError, OSError: an option, the file, one of its prompts or the model is at fault.
+        MlxspecError, OSError: an option, the file, one of its prompts or the model is invalid.
     """
-    # Check all that needs no model before a model is loaded, or even downloaded.
+    # Check everything that needs no model before one is loaded, or even downloaded.
     others = prompt.named()
     others += ["--prompt-cache-file"] * (prompt_cache_file is not None) + ["--stats"] * stats
     if others:
@@ -76,7 +76,7 @@ def answer_prompts(
     with click.open_file(file, "rb") as opened, Memories(keeps) as kept:
         console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
         decoder = generation.load(console, kept, leader)
-        # Options with which no prompt could be answered are an error of the command.
+        # Options that no prompt could be answered with are an error of the command.
         prompt.uses_template("", decoder.tokenizer)
         decoder.new_request([0], generation.max_tokens, generation.options(decoder))
         note_if_demo(generation.model)
@@ -102,7 +102,7 @@ _OPTIONS = _SAMPLING | {"max_tokens", "stop", "stop_tokens"}
 
 
 def read_line(value: Any) -> dict[str, Any]:
-    """Check a line, but not its options, and return its keys without those whose value is null.
+    """Check a line, but not its options, and return its entries that are not null.
 
     Raises:
         PromptError: it is not a prompt, or has an unknown key. The message does not name the line.
@@ -115,11 +115,11 @@ def read_line(value: Any) -> dict[str, Any]:
         raise PromptError(f'"{printable(unknown[0])}": leave it out, or keep it in "id"')
     prompt = given.get("prompt", "")
     if not isinstance(prompt, str | list) or bool(prompt) == bool(given.get("messages")):
-        raise PromptError(f'it needs either a "prompt" or "messages" that is not empty: {_FORM}')
+        raise PromptError(f'it needs either a "prompt" or "messages", not empty: {_FORM}')
     try:
         if "messages" in given:
             given["messages"] = conversation_of(given)[0]
-        if "logit_bias" in given:  # JSON's keys are texts
+        if "logit_bias" in given:  # JSON's keys are strings
             given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
     except (AttributeError, ValueError) as error:
         raise PromptError(
@@ -139,7 +139,7 @@ class PromptAnswers:
         generation: the options of lines that do not set them.
         decoder: the decoder of ``generation``.
         prompt: options of the chat template.
-        concurrency: how many prompts to answer at once, at most.
+        concurrency: the most prompts to answer at once.
         logprobs: how many of the likeliest tokens get log-probabilities in the results, besides the
             chosen token; None for no log-probabilities.
         failed: how many prompts could not be answered.
@@ -155,9 +155,9 @@ class PromptAnswers:
     def __post_init__(self) -> None:
         self.failed = self._begun = self._written = 0
         self.figures = Figures()
-        # Nobody reads the answers as they grow, so they may wait for the prompts of others.
+        # Nobody reads the answers as they grow, so they may wait while other prompts run.
         self._engine = Engine(self.decoder, max_active=self.concurrency, stall=math.inf)
-        self._ready: dict[int, str] = {}  # results to write after earlier ones, by their index
+        self._ready: dict[int, str] = {}  # results that wait for earlier ones, by their index
 
     def panel(self, interrupted: bool) -> Panel:
         """The figures of all answers."""
@@ -174,8 +174,8 @@ class PromptAnswers:
             bar: shows how many are done.
 
         Returns:
-            whether it was interrupted. Even then it has written all finished answers, and the
-            others as far as they were generated.
+            whether it was interrupted. Even then, it has written all finished answers, and the
+            unfinished parts of the others.
         """
         started, interrupted = time.perf_counter(), False
         try:
@@ -192,7 +192,7 @@ class PromptAnswers:
         return interrupted
 
     def _begin_more(self, lines: Iterator[tuple[int, Any]]) -> bool:
-        """Begin as many answers as may run; return whether any work is left."""
+        """Start answers up to the limit; return whether any work is left."""
         while self._engine.room > 0 and (line := next(lines, None)):
             number, value = line
             given_id = value.get("id") if isinstance(value, dict) else None
@@ -236,7 +236,7 @@ class PromptAnswers:
     def _finish(
         self, names: dict[str, Any], number: int, request: Request, result: GenerationResult
     ) -> None:
-        """Make the result from what was generated, or from the error that ended it."""
+        """Make the result from the generated text, or from the error that ended it."""
         if request.error:
             self._fail(names, number, request.error)
             return

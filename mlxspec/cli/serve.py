@@ -81,7 +81,7 @@ def _size(text: str) -> int:
 
 
 def _duration(text: str) -> float:
-    """Parse a number of seconds: 30s, 10m, 2h; a negative number is for ever."""
+    """Parse a number of seconds: 30s, 10m, 2h; a negative number means for ever."""
     found = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
     if not found:
         raise click.BadParameter(f"{text!r} is not a time: write it as 30s, 10m or 2h, or -1")
@@ -107,7 +107,7 @@ class ServeOptions:
     keep_alive: float | None = _address_option(
         "--keep-alive TIME",
         "Unload models that no request has used for TIME, such as 30s, 10m or 2h; -1 keeps them.  "
-        "[default: 10m; a MODEL named here stays]",
+        "[default: 10m; MODEL stays loaded]",
         type=_duration,
     )
     adapter_path: str | None = _address_option(*ADAPTERS, type=NAME)
@@ -126,7 +126,7 @@ class ServeOptions:
     )
     strict_model_names: bool = _request_option(
         "--strict-model-names",
-        "Refuse requests for other models. By default an only model answers them.",
+        "Refuse requests for unknown models. By default, if there is one model, it answers them.",
         default=False,
     )
     concurrency: int = _request_option(
@@ -149,32 +149,32 @@ class ServeOptions:
     )
     stall: float = _request_option(
         "--stall SECONDS",
-        "The longest wait between two tokens of an answer while other prompts run.",
+        "Let other prompts delay an answer's next token by at most this long.",
         default=0.15,
         type=click.FloatRange(0, min_open=True),
     )
     grace: float = _request_option(
         "--grace SECONDS",
-        "The time for running requests to end after Ctrl-C or SIGTERM.",
+        "After Ctrl-C or SIGTERM, wait this long for running requests to end.",
         default=10.0,
         type=click.FloatRange(0, 3600),
     )
     memory: int | None = option_field(
         "--memory SIZE",
-        "The most memory of all models with their caches, such as 12G; requests wait for it.  "
+        "The most memory for all models and their caches, such as 12G; requests wait for it.  "
         "[default: what the machine has]",
         type=_size,
         group="Memory",
     )
     cache_bytes: int | None = option_field(
         "--cache-bytes SIZE",
-        "Of it, what caches of earlier prompts take, such as 8G.  [default: half, beside weights]",
+        "Its share for caches of earlier prompts, such as 8G.  [default: half of the rest]",
         type=_size,
         group="Memory",
     )
     cache_dir: Path | None = option_field(  # noqa: RUF009
         "--cache-dir DIR",
-        "Keep these caches in DIR between runs; only you may have write access to it.",
+        "Keep these caches in DIR between runs; nobody else may have write access to it.",
         group="Memory",
     )
     quiet: bool = option_field(
@@ -202,11 +202,11 @@ serve_options = all_of(
 def checked(
     models: tuple[str, ...], options: ServeOptions, drafting: DraftingOptions, key: str
 ) -> tuple[list[str], set[str] | None]:
-    """Check what was given, as far as that takes no model.
+    """Check arguments and options, except those that need a model.
 
     Args:
-        models, options, drafting: what :func:`serve_options` parsed.
-        key: a key beside those in the file of ``options``; empty for none.
+        models, options, drafting: as :func:`serve_options` parsed them.
+        key: a key in addition to those in the file; empty for none.
 
     Returns:
         the keys, and the host names that requests may use for the server, or None for any.
@@ -218,7 +218,7 @@ def checked(
     apart = options.adapter_path, drafting.head, drafting.draft_model, drafting.store
     if options.available and not models and any(value is not None for value in apart):
         raise OptionError(
-            "--adapter-path, --head, --draft-model and --store are for models that are named: "
+            "--adapter-path, --head, --draft-model and --store apply to models that are named: "
             "name a MODEL"
         )
     for one in options.available:
@@ -243,8 +243,8 @@ def serve_command(
 ) -> None:
     """Serve models with OpenAI's and Anthropic's APIs.
 
-    Several requests are answered at once, all with drafts: one forward verifies the rows of all of
-    them. A prompt that begins like an earlier one reuses its cache.
+    Several requests are answered at once, all with drafts: one forward verifies the rows of all. A
+    prompt that begins like an earlier one reuses its cache.
 
     \b
     Examples:
@@ -254,7 +254,7 @@ def serve_command(
           -d '{"messages": [{"role": "user", "content": "Name a river."}]}'
       mlxspec serve --models all --keep-alive 30m
 
-    Open the address in a browser to see the requests and what drafts gain. Other machines can
+    Open the address in a browser to see the requests and how much drafts gain. Other machines can
     connect with --host 0.0.0.0, which needs a key. Ctrl-C or SIGTERM gives running requests --grace
     seconds to end; press Ctrl-C again to end them at once.
     """
@@ -265,7 +265,7 @@ def serve_command(
     with leading() as leader:
         if leader and (options.available or options.keep_alive is not None or options.cache_dir):
             raise OptionError(
-                "--models, --keep-alive and --cache-dir are for models on one machine: leave them "
+                "--models, --keep-alive and --cache-dir need models on one machine: leave them "
                 "out, or run without mlx.launch"
             )
         keys, hosts = checked(models, options, drafting, os.environ.get(API_KEY, ""))
@@ -329,7 +329,7 @@ def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
 
 
 def _keys(file: Path | None, other: str) -> list[str]:
-    """The valid API keys in a file and beside it, without duplicates.
+    """The valid API keys, from a file and one more, without duplicates.
 
     Raises:
         OptionError: the file has no key, or a key that cannot be sent in a header.
@@ -339,7 +339,7 @@ def _keys(file: Path | None, other: str) -> list[str]:
     if file and not keys:
         raise OptionError(f"--api-key-file {one_line(str(file))} has no key: write one per line")
     if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
-        raise OptionError("a key has spaces or characters outside ASCII: choose another key")
+        raise OptionError("a key has spaces or non-ASCII characters: choose another key")
     return keys
 
 
@@ -366,7 +366,7 @@ def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | N
 
 
 def bracketed(host: str) -> str:
-    """A host as it is written in a URL."""
+    """A host as written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -374,7 +374,7 @@ def _listening(host: str, port: int) -> socket.socket:
     """Open a listening socket, before the models are loaded.
 
     Raises:
-        OptionError: it cannot listen there.
+        OptionError: the address is in use or not allowed.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -382,8 +382,8 @@ def _listening(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         raise OptionError(f"--host {host} --port {port}: {reason}; choose another one") from None
-    # asyncio sets this only on its own sockets. Without it, each token and each body can wait up to
-    # 40 ms for the client to acknowledge the previous packet.
+    # asyncio sets this only on its own sockets. Without it, each token and body can wait up to 40
+    # ms for the client to acknowledge the previous packet.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
@@ -393,14 +393,14 @@ class _Loader:
     """Loads a server's models: at its start, and as requests need them.
 
     Attributes:
-        names: those of the start; None is the default model.
-        named: how to load those of the start.
+        names: the models to load at the start; None is the default.
+        named: the options for the models loaded at the start.
         options: the server's.
         template: default arguments of the chat template.
-        keys: the valid API keys; an only one's requests use the decoders' own memories.
+        keys: the valid API keys; with several, each has its own memory of answers.
         leader: splits the models over its ranks; None for one process.
         memories: hold the earlier answers to draft from.
-        paths: what the models of the start are loaded from.
+        paths: the paths of the models loaded at the start.
     """
 
     names: Sequence[str | None]
@@ -411,7 +411,7 @@ class _Loader:
     leader: Leader | None
 
     def __post_init__(self) -> None:
-        # With several keys, kept answers would show others what has been written.
+        # With several keys, drafts from kept answers could show users what others have written.
         self.memories = Memories(not self.named.drafting.no_memory and len(self.keys) < 2)
         self.paths = [*dict.fromkeys(map(model_or_default, self.names))]
         self._left_out: set[Path] = set()
@@ -424,21 +424,21 @@ class _Loader:
         return ServerMemory(self.options.memory, self.options.cache_bytes)
 
     def entries(self) -> list[Entry]:
-        """The models to load at the start, which stay, unless --keep-alive is given."""
+        """The models to load at the start, which stay loaded unless --keep-alive is given."""
         from ..models.model_files import given_name
         from ..server.catalog import Entry
 
         given = [given_name(path) for path in self.paths]
         entries = []
         for name, path in zip(given, self.paths, strict=True):
-            # The last part of a directory's path, unless another one has the same.
+            # The last part of a directory's path, unless it is ambiguous.
             name = name if name and given.count(name) == 1 else path
             others = _other_names(name, path)
             entries.append(Entry(name, path, others, keep_alive=self.options.keep_alive))
         return entries
 
     def find(self) -> list[Entry]:
-        """The models that can be loaded later; of two with the same name the first one."""
+        """The models that can be loaded later; of two with the same name, the first."""
         from ..engine.model_sizes import stated_context_length
         from ..models.model_files import read_config
         from ..models.on_machine import model_files
@@ -453,13 +453,14 @@ class _Loader:
                     continue
                 files = model_files(directory)
                 if files.trouble:
-                    # Once; of all models on this machine, 'mlxspec models' says it.
+                    # Note it once. With 'all', 'mlxspec models' shows it.
                     if source != ALL and directory not in self._left_out:
                         self._left_out.add(directory)
                         note(f"{one_line(str(directory))} is left out: {files.trouble}")
                     continue
                 entries[name] = Entry(
-                    # Absolute, or it could mean a Hub repository once it has left the disk.
+                    # Absolute, since a relative path could name a Hub repository once the directory
+                    # is gone.
                     *(name, str(directory.absolute()), _other_names(name, str(directory))),
                     nbytes=files.memory_bytes,
                     context_length=stated_context_length(read_config(directory)),
@@ -474,7 +475,7 @@ class _Loader:
         is_named = entry.path in self.paths
         how = self.named.for_model(entry.path, is_named)
         decoder = how.load(None, self.memories, self.leader, on_read)
-        # With many forwards, which may run beside those of other models.
+        # These run many forwards, which may overlap with those of other models.
         _ = decoder.capability, decoder.joint_mode
         most, owner = self.memory.most_cached, self.keys[0] if len(self.keys) == 1 else ""
         served = ServedModel(entry.name, decoder, how.caches, most, self.template, owner)
@@ -484,20 +485,20 @@ class _Loader:
         return served
 
     def save(self, entry: Entry) -> None:
-        """Save a model's prefixes, if it is loaded and they are kept."""
+        """Save a model's prefixes, if the model is loaded and prefixes are kept on disk."""
         if entry.served and (place := self._place(entry)):
             entry.served.cache.save(place)
 
     def _place(self, entry: Entry) -> Path | None:
-        """The directory of a model's prefixes, if they are kept."""
+        """The directory of a model's prefixes, if they are kept on disk."""
         if not self.options.cache_dir:
             return None
-        # With a suffix, since a path may be "..".
+        # The suffix is needed because a path may be "..".
         return self.options.cache_dir / f"{quote(entry.path, safe='')}.prefixes"
 
 
 def _found(source: str) -> Iterator[tuple[str, Path]]:
-    """The names and directories of the models that a value of ``--models`` means."""
+    """The names and directories of the models that a value of ``--models`` selects."""
     from ..models.model_files import DEMO, DEMO_DIRECTORY, given_name
     from ..models.on_machine import cached_repositories, lm_studio_folder, models_in
 
@@ -528,21 +529,21 @@ def _locked(directory: Path) -> int:
     """Lock a directory of prefixes against other servers, until the descriptor is closed.
 
     Raises:
-        OptionError: another server uses it, or others may write to it.
+        OptionError: another server uses it, or other users may write to it.
         OSError: it cannot be made or opened.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_ours_alone(directory):
         raise OptionError(
-            f"--cache-dir {directory}: others may write to it; make it yours alone (chown, chmod "
-            "go-w), or name another one"
+            f"--cache-dir {directory}: others may write to it; change owner or mode (chown, chmod "
+            "go-w), or name another directory"
         )
     held = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise OptionError(
-            f"--cache-dir {directory}: another server uses it; name another one"
+            f"--cache-dir {directory}: another server uses it; name another"
         ) from None
     return held
 
@@ -566,20 +567,20 @@ def _about(host: str, listening: socket.socket, catalog: Catalog, with_key: bool
     if others := sum(not entry.served for entry in catalog.entries):
         rows.add_row("on demand", f"{counted(others, 'model')}, which /v1/models lists")
     limit, weights = worker.memory.limit, worker.memory.parts["weights"]
-    rows.add_row("memory", f"at most {in_words(limit)}, with {in_words(weights)} of weights")
+    rows.add_row("memory", f"at most {in_words(limit)}, including {in_words(weights)} of weights")
     key = "KEY" if with_key else "none"
     rows.add_row("clients", f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}")
     rows.add_row("", "or mlxspec connect; Ctrl-C ends the server")
     return rows
 
 
-_LAST_ERRORS = 2.0  # seconds for clients to take the error if a rank is gone
+_LAST_ERRORS = 2.0  # seconds for clients to receive the error if a rank is lost
 
 
 def _serve(app: Any, listening: socket.socket, catalog: Catalog, loader: _Loader) -> None:
     """Answer requests until Ctrl-C or SIGTERM; give running ones ``--grace`` seconds to end.
 
-    The loss of a rank ends them at once, with an error.
+    If a rank is lost, they end at once with an error.
     """
     from ..server.body import ApiError
     from ..server.connections import HttpServer
@@ -593,23 +594,23 @@ def _serve(app: Any, listening: socket.socket, catalog: Catalog, loader: _Loader
     server = HttpServer(app, grace=grace, on_exit=on_exit)
 
     def on_loss(line: str) -> None:
-        worker.fail(ApiError(f"the server is ending: {line}", status=503))
+        worker.fail(ApiError(f"the server is shutting down: {line}", status=503))
         server.should_exit = True
         ended.wait(_LAST_ERRORS)
 
     if loader.leader:
         loader.leader.channel.on_loss = on_loss
-    # Nothing that is loaded now becomes garbage. Without this, each full collection would scan it,
-    # and delay every request by 100 ms.
+    # Objects that exist now never become garbage. Without this, each full collection would scan
+    # them, and delay every request by 100 ms.
     gc.freeze()
-    with suppress(KeyboardInterrupt):  # uvicorn raises it again once all has ended
+    with suppress(KeyboardInterrupt):  # uvicorn raises it again after its shutdown
         server.run(sockets=[listening])
     ended.set()
 
 
 # --- a log line for each request ---
 
-_LAST_LINES = 1.0  # seconds for a terminal to take the remaining lines at the end
+_LAST_LINES = 1.0  # seconds for a terminal to print the remaining lines at the end
 
 
 @contextmanager
@@ -647,7 +648,7 @@ def request_log(
 
 
 def refusal_record(path: str, error: ApiError) -> dict[str, Any]:
-    """The log record of a refused request, without values from the request."""
+    """The log record of a refused request, without any of its values."""
     record = {"outcome": "refused", "path": printable(path), "status": error.status}
     return {**record, "param": error.param, "code": error.code}
 
@@ -659,7 +660,7 @@ _LOGGED = (
 
 
 def end_record(request: ServedRequest) -> dict[str, Any]:
-    """The log record of an answer that has ended, without its prompt and its text."""
+    """The log record of an ended answer, without prompt or text."""
     figures = request.figures()
     record = {"model": figures["model"], "outcome": request.outcome}
     record |= {name: figures[name] for name in _LOGGED}

@@ -33,8 +33,8 @@ def store_command() -> None:
     messages. It takes all other files whole. Files that are not UTF-8 text are skipped. In
     directories, hidden files, hidden directories and links to directories are skipped, too.
 
-    A store contains the texts: whoever can read the file can read them. Only you can read a new
-    store.
+    A store contains its texts, so whoever can read the file can read them. A new store is readable
+    only by you.
     """
 
 
@@ -70,9 +70,9 @@ def build_command(paths: tuple[str, ...], model: str, output: str, force: bool) 
             texts = read_texts(shown(), counts)
             sequences = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
             store = build_store(output, sequences, tokenizer, force=force)
-    finally:  # even after an error: skipped texts may be its cause
+    finally:  # even after an error, which skipped texts may have caused
         for number, thing, reason in (
-            (counts["skipped"], "file", "cannot be read as UTF-8 text"),
+            (counts["skipped"], "file", "not UTF-8 text"),
             (counts["bad_lines"], "chat log line", "not a chat record"),
         ):
             if number:

@@ -1,4 +1,4 @@
-"""What a decoder drafts from, as values that make the drafter of each generation.
+"""The kinds of drafting, as values that make the drafter of each generation.
 
 Importing this module does not import MLX, so the command line can check options without it.
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drafting:
-    """What a decoder drafts from; by default nothing, which is plain decoding.
+    """A kind of drafting; by default none, which is plain decoding.
 
     Attributes:
         maker: returns a generation's drafter.
@@ -49,17 +49,19 @@ class Drafting:
         return self.maker()
 
     def apart(self, memory_tokens: int) -> Self:
-        """The same, with an empty memory of ``memory_tokens`` in place of its memory, if any."""
+        """A copy with an empty memory of ``memory_tokens`` tokens instead of its memory, if it has
+        one.
+        """
         return self
 
     def model_to_run(self, model: nn.Module) -> nn.Module:
-        """The model to run in place of a decoder's, whose weights it shares."""
+        """The model to run instead of a decoder's, whose weights it shares."""
         return model
 
 
 @dataclass(frozen=True)
 class PromptLookup(Drafting):
-    """What followed the last n-gram before; see :class:`mlxspec.PromptLookupDecoder`.
+    """Drafts from earlier occurrences of the last n-gram; see :class:`mlxspec.PromptLookupDecoder`.
 
     Raises:
         OptionError: a number is out of range.
@@ -73,7 +75,7 @@ class PromptLookup(Drafting):
         self.new()
 
     def new(self) -> Drafter:
-        """A drafter; with ``n_draft`` 0 it drafts nothing."""
+        """A drafter; with ``n_draft`` 0, it drafts nothing."""
         if self.n_draft == 0:
             return NoDraft()
         return PromptLookupDrafter(self.n_draft, self.ngram_max, self.ngram_min)
@@ -84,7 +86,7 @@ class PromptLookup(Drafting):
 
 @dataclass(frozen=True)
 class Lookahead(Drafting):
-    """The model's own guesses of the tokens ahead; see :class:`mlxspec.LookaheadDecoder`.
+    """Drafts the model's own guesses of the tokens ahead; see :class:`mlxspec.LookaheadDecoder`.
 
     Raises:
         OptionError: a size is out of range.
@@ -103,7 +105,7 @@ class Lookahead(Drafting):
         return self.window_size == "auto"
 
     def new(self) -> LookaheadDrafter:
-        """A drafter of these sizes; without a window if the size is "auto"."""
+        """A drafter with these sizes; without a window if the size is "auto"."""
         columns = 0 if self.window_size == "auto" else self.window_size
         return LookaheadDrafter(
             columns, self.ngram_size, self.guess_set_size, self.pool_from_prompt
@@ -118,14 +120,15 @@ class Lookahead(Drafting):
 
 @dataclass(frozen=True)
 class Auto(Drafting):
-    """Text that repeats, and whatever else pays; see :class:`mlxspec.AutoDecoder`.
+    """Drafts text that repeats, and whatever else pays; see :class:`mlxspec.AutoDecoder`.
 
     Attributes:
         memory: the memory of earlier outputs, if outputs are remembered.
         store: a store of texts to draft from.
         extra: makes a further drafter for each generation.
         prediction: token ids that the output is expected to follow.
-        head: a trained head for the decoder's model, which drafts where no text is likely.
+        head: a trained head for the decoder's model, which drafts where text drafts are unlikely to
+            be right.
         learns: whether generations learn from earlier ones even without a memory.
     """
 
@@ -145,7 +148,7 @@ class Auto(Drafting):
 
     @property
     def draft_model(self) -> nn.Module | None:
-        """The draft model that ``extra`` makes drafters of, if it does."""
+        """The draft model of ``extra``'s drafters, if they use one."""
         from ..engine.draft_model import DraftModelDrafter
 
         extra = self.extra() if self.extra else None
@@ -173,7 +176,7 @@ class Auto(Drafting):
         draft_model = extra if isinstance(extra, DraftModelDrafter) else None
         costs: Costs = decoder.costs.for_generation()
         if draft_model:
-            # Its forwards add to the steps' times, which then do not show the cost of rows.
+            # Its forwards add to the steps' times, so these do not show the cost of rows.
             costs = FixedCosts(costs.curve, costs.sync_overhead)
         planner = Planner(
             costs,

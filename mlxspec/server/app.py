@@ -65,8 +65,8 @@ def create_app(
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         hosts, keys: as for :class:`mlxspec.server.auth.AuthMiddleware`.
         on_refusal: called with the path and the error of each refused request.
-        strict_model_names: whether a model that is not served is an error, even if only one model
-            is served.
+        strict_model_names: whether an unknown model name is an error even if only one model is
+            served.
         keep_alive: seconds without data after which a stream sends a keep-alive.
     """
 
@@ -100,7 +100,7 @@ def create_app(
 def _wrong_path(request: Request, error: Exception) -> ApiError:
     assert isinstance(error, HTTPException)
     path, headers = printable(request.url.path), dict(error.headers or {})
-    what = "has no such path" if error.status_code == 404 else f"takes no {request.method} here"
+    what = "has no such path" if error.status_code == 404 else f"allows no {request.method} here"
     return ApiError(f"{path}: this server {what}", status=error.status_code, headers=headers)
 
 
@@ -112,7 +112,7 @@ async def _server_error(request: Request, error: Exception) -> Response:
 
 # --- the three APIs ---
 
-_SLOW = 4  # large bodies and constraints that are read and compiled at once
+_SLOW = 4  # the most large bodies and constraints in work at the same time
 _LARGE = 1 << 20  # bytes of a large body, which may take a second and 100 MB
 
 _Result = TypeVar("_Result")
@@ -127,7 +127,7 @@ class Endpoints:
         catalog: the models that requests may name, with the worker that runs them.
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         keep_alive: seconds without data after which a stream sends a keep-alive.
-        strict: whether a model that is not served is always an error.
+        strict: whether an unknown model name is always an error.
     """
 
     catalog: Catalog
@@ -140,7 +140,7 @@ class Endpoints:
         self._created = int(time.time())
         # Only one thread at a time may use a tokenizer.
         self._tokenizing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        # What is slow must not occupy all threads.
+        # Slow work must not occupy all threads.
         self._slow = asyncio.Semaphore(_SLOW)
         self._responses = ResponseStore()
 
@@ -260,7 +260,7 @@ class Endpoints:
         found = self._responses.response(request.state.partition, response_id)
         if found is None:
             raise ApiError(
-                f"the response {shown(response_id)} is not or no longer stored: create it again",
+                f"the response {shown(response_id)} is not stored, or no longer: create it again",
                 status=404,
                 param="response_id",
             )
@@ -299,7 +299,7 @@ class Endpoints:
     async def _read_chat(
         self, request: Request, parse: Callable[[Any], _Chat]
     ) -> tuple[_Chat, ServedModel, Prompt]:
-        """Read a conversation; returns it with its model and its prompt."""
+        """Read a conversation; return it with its model and its prompt."""
         body = await self.read(request, parse)
         served = await self._served(request, body.model)
         return body, served, await self._chat_prompt(served, body)
@@ -344,11 +344,11 @@ class Endpoints:
             ApiError: an option is out of range, a prompt is too long, the queue is full, or a
                 generation failed before anything was sent.
         """
-        self._worker.check_queue(served, len(prompts) * body.n)  # before thousands are made
+        self._worker.check_queue(served, len(prompts) * body.n)  # before they are made
         prediction: Sequence[int] = ()
-        if text := body.prediction.content:  # a hint, which some kinds of drafting do not use
+        if text := body.prediction.content:  # a hint, which not all kinds of drafting use
             expected = await self._ids(served, text, "prediction")
-            prediction = expected[: served.context_length]  # no output is longer
+            prediction = expected[: served.context_length]  # no output can be longer
         requests: list[ServedRequest] = []
         for prompt in prompts:
             choices = await self._choices(served, body, prompt, prediction, request.state.partition)
@@ -374,8 +374,7 @@ class Endpoints:
         length = len(tokens) + (body.max_tokens or 1)
         length = min(length, served.context_length or length)
         await self.catalog.make_room_for(served.memory.needs(length))
-        given = served, len(tokens), body, self.max_tokens
-        max_tokens = self._worker.memory.max_tokens_for(*given)
+        max_tokens = self._worker.memory.max_tokens_for(served, len(tokens), body, self.max_tokens)
         grammar = await self._grammar(served, body, prompt)
 
         def made(choice: int) -> ServedRequest:
@@ -409,7 +408,7 @@ class Endpoints:
                 return await run_in_threadpool(Grammar, prompt.constraint, vocabulary)
         except OptionError as error:
             if vocabulary is None and not body.constraint and not body.forced_tool:
-                return None  # strict tools are then not enforced
+                return None  # without it, strict tools are not enforced
             param = body.constrained_by or "tools"
             raise ApiError(f"{param}: {error}.", param=param) from error
 
@@ -489,7 +488,7 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
 
 
 def _curve(served: ServedModel) -> list[list[float]] | None:
-    """Pairs of rows and the time of a step relative to one row; None if not measured."""
+    """Pairs of a number of rows and T(rows)/T(1); None if not measured."""
     if not served.decoder.drafting.plans:
         return None
     curve = served.decoder.costs.curve
@@ -497,7 +496,7 @@ def _curve(served: ServedModel) -> list[list[float]] | None:
 
 
 def _add_gauges(worker: Worker) -> None:
-    """Add gauges of the server's present state to the Prometheus metrics."""
+    """Add gauges of the server's current state to the Prometheus metrics."""
 
     def gauge(name: str, help: str, *labels: str) -> Gauge:
         return Gauge(f"mlxspec_{name}", help, labels, registry=worker.metrics.registry)
@@ -506,11 +505,11 @@ def _add_gauges(worker: Worker) -> None:
         return sum(one.state in states for one in worker.requests.copy())
 
     for states in ((State.WAITING,), (State.PREFILL,), (State.DECODE, State.PAUSED)):
-        now = gauge(f"{states[0]}_generations", f"Generations now: {states[0]}.")
+        now = gauge(f"{states[0]}_generations", f"Generations that are {states[0]} now.")
         now.set_function(partial(count, *states))
     memory = worker.memory
     gauge("memory_bytes", "Memory that MLX uses.").set_function(mx.get_active_memory)
-    gauge("memory_limit_bytes", "The bound on memory now.").set_function(lambda: memory.limit)
-    parts = gauge("memory_part_bytes", "Memory that is taken or reserved.", "part")
+    gauge("memory_limit_bytes", "The current memory bound.").set_function(lambda: memory.limit)
+    parts = gauge("memory_part_bytes", "Memory in use or reserved.", "part")
     for part in memory.parts:
         parts.labels(part).set_function(partial(lambda name: memory.parts[name], part))

@@ -44,10 +44,12 @@ class Metrics:
         self._seconds = histogram("generation_seconds", "Time to the last token.")
         self._began = int(time.perf_counter())
         self._sums: deque[tuple[int, Count[str]]] = deque(maxlen=_HISTORY + 1)
-        """Of the last seconds, the present one included, in which something happened."""
+        """Sums for each of the last seconds in which something happened, including the current
+        one.
+        """
 
     def _sum(self, **figures: Any) -> None:
-        """Add to the sums of the present second."""
+        """Add to the sums of the current second."""
         second = int(time.perf_counter())
         if not self._sums or self._sums[-1][0] != second:
             self._sums.append((second, Count()))
@@ -55,7 +57,7 @@ class Metrics:
 
     @property
     def history(self) -> dict[str, Any]:
-        """The sums of each of the last seconds by figure, for the charts of the status page.
+        """The sums for each of the last seconds, by figure, for the status page's charts.
 
         ``end`` is the second after the last one.
         """
@@ -91,10 +93,10 @@ class Metrics:
         Args:
             step: the sequence's step.
             seconds: the wall time of the step.
-            cost: its time in steps without drafts, by the measured costs, or not a number.
+            cost: its time according to the measured costs, in steps without drafts; NaN if unknown.
         """
         self._generated.inc(len(step.tokens))
-        # Each sequence adds its share of the forward.
+        # Each sequence counts its share of the forward.
         self._sum(generated=len(step.tokens), steps=1, forwards=1 / step.sequences)
         if cost > 0:  # it is known; other load slows plain steps, too
             self._sum(seconds=seconds, plain_seconds=seconds * len(step.tokens) / cost)

@@ -117,7 +117,7 @@ def test_a_help_that_cannot_be_written_is_one_line() -> None:
             [sys.executable, "-c", START, "--help"], cwd=ROOT, stdout=full, stderr=subprocess.PIPE
         )
     assert done.returncode == 1
-    assert done.stderr.startswith(b"Error: no space is left")
+    assert done.stderr.startswith(b"Error: no space left")
     assert done.stderr.count(b"\n") == 1
 
 

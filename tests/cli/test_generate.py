@@ -16,12 +16,12 @@ from mlxspec.cli.generate import (
     generate_command,
     step_times_table,
 )
-from mlxspec.engine.step import StepTime
 from mlxspec.engine.target import Target
 from mlxspec.generation.response import (
     GenerationResponse,
     GenerationResult,
     SpeculationStats,
+    StepTime,
 )
 from tests.cli.conftest import HOSTILE
 from tests.support.scripted_model import BOS
@@ -172,7 +172,7 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
         ),
         (("--prompt", "a", "--top-p", "7"), "top_p is 7.0"),
         (("--prompt", "a", "--temp", "nan"), "temp is nan"),
-        (("--prompt", "a", "--ngram-min", "4"), "ngram_min is 4 and ngram_max 3: choose"),
+        (("--prompt", "a", "--ngram-min", "4"), "ngram_min is 4, and ngram_max is 3: choose"),
         (
             ("--prompt", "a", "--n-draft", "-2"),
             "n_draft is -2: draft 1 token or more, or 0 for none",
@@ -320,7 +320,9 @@ def test_the_output_ends_where_the_context_does(finite: Path, tmp_path: Path) ->
     result = generate(*options, 50)
     data = json.loads(result.stdout)
     assert (data["generation_tokens"], data["finish_reason"]) == (2, "length")
-    assert result.stderr == "Note: the model's context of 8 tokens is full: the output ends there\n"
+    assert (
+        result.stderr == "Note: the model's context of 8 tokens is full, so the output ends here\n"
+    )
     assert generate(*options, 2).stderr == ""
 
 

@@ -366,7 +366,7 @@ def test_a_model_that_is_split_takes_no_head() -> None:
     leader: Any = object()
     with (
         Memories(keeps=False) as memories,
-        pytest.raises(OptionError, match="--head are not for a model that is split"),
+        pytest.raises(OptionError, match="--head do not work with a model that is split"),
     ):
         taken("--head", "a").load(error_console(), memories, leader)
 

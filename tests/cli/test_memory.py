@@ -473,9 +473,9 @@ def test_what_is_forgotten_is_not_drafted_from():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ((), "choose what to forget: give --all, or any of --since and --matching"),
-        (("--yes",), "choose what to forget: give --all, or any of --since and --mat"),
-        (("--all", "--since", "2h"), "choose what to forget: give --all, or any of --since"),
+        ((), "choose what to forget: give --all, or --since, --matching or both"),
+        (("--yes",), "choose what to forget: give --all, or --since, --mat"),
+        (("--all", "--since", "2h"), "choose what to forget: give --all, or --since"),
         (("--since", "2y"), "--since is '2y': write it as 30m, 2h, 3d, 2026-11-23 or"),
         (("--since", "9" * 30 + "w"), "--since is '99"),
         (("--since", ""), "--since is '': write it as"),

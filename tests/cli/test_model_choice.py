@@ -45,7 +45,7 @@ def test_aliases_serve_in_the_environment_and_in_the_configuration(
 def test_the_demo_model_is_named_if_nothing_else_is(work: Path, endless: Path):
     prompt = ("generate", "--prompt", "a", "--max-tokens", 1, "--json")
     told = " ".join(run(*prompt).stderr.split())
-    assert told.startswith("Note: no model is named, so the demo model answers: a toy that")
+    assert told.startswith("Note: no model is named, so the demo model answers, a toy that")
     assert "--model mlx-community/" in told
     assert run(*prompt, "-q").stderr == ""
     assert run(*prompt, "-m", "demo").stderr == ""
@@ -70,7 +70,7 @@ def test_inspect_takes_a_model_in_every_way(how: tuple[str, ...], endless: Path)
 def test_two_different_models_are_a_wrong_use(endless: Path):
     result = run("inspect", "demo", "--model", endless)
     assert result.exit_code == 2
-    assert f"MODEL is demo, and --model {endless}: give one of them" in result.stderr
+    assert f"MODEL is demo, but --model is {endless}: give one of them" in result.stderr
 
 
 @pytest.mark.slow

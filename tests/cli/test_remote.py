@@ -44,7 +44,7 @@ def test_every_command_does_its_work_with_a_server(endless: Path, tmp_path: Path
     assert "Chatting with other.\n" in result.stderr
     assert "generated tokens" in result.stderr
     assert "against plain" not in result.stderr  # which a server does not tell
-    assert "Took back: c\nSaved 2 turns" in result.stderr
+    assert "Removed: c\nSaved 2 turns" in result.stderr
     assert "Loaded 2 turns.\n" in result.stderr
     assert result.stderr.endswith(
         f"Error: --model is nope: choose one of the server's: {endless.name}, other\n"

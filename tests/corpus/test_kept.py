@@ -401,7 +401,7 @@ def test_another_versions_database_is_left_alone(tmp_path: Path):
     with sqlite3.connect(tmp_path / DATABASE) as database:
         database.execute("PRAGMA user_version = 4")
     before = (tmp_path / DATABASE).read_bytes()
-    with pytest.raises(FileError, match="another version of mlxspec made it, 4"):
+    with pytest.raises(FileError, match="made by another version of mlxspec, 4"):
         KeptAnswers(tmp_path, IDENTITY)
     assert (tmp_path / DATABASE).read_bytes() == before
 
@@ -438,7 +438,7 @@ def test_a_full_disk_leaves_the_old_state_and_one_line(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    assert "answers are remembered until this process ends" in troubles.pop()
+    assert "answers are only remembered until this process ends" in troubles.pop()
     found = all_texts(tmp_path)
     assert all(answer in found for answer in answers)
     assert all(text in answers or text in new for text in found)

@@ -311,7 +311,7 @@ def test_heads_of_a_joint_step_run_together() -> None:
     depths = dict(zip(planners, [64, 64, 2], strict=True))
     plans = plan_drafts(depths, joint_costs(4), sequences=4)
     assert [head.runs for head in heads] == [[(4, 3)]] * 3
-    assert {plan.head for plan in plans} == {0.2}
+    assert {plan.head_time for plan in plans} == {0.2}
     trees = [planner.draft(plan) for planner, plan in zip(planners, plans, strict=True)]
     assert [len(tree) for tree in trees] == [5, 5, 5]
     charged = sum(plan.charge for plan in plans)

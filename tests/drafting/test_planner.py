@@ -86,7 +86,7 @@ def why_none(prompt: Sequence[int], costs: CostCurve | LiveCosts) -> str:
 def test_why_nothing_is_drafted_is_said_with_its_figures() -> None:
     text = noise(100, seed=30)
     assert why_none(text, CostCurve([(1, 1), (11, 3)])).endswith(
-        "likely enough for rows that cost 0.20 plain steps each"
+        "likely enough here for rows that cost 0.20 plain steps each"
     )
     copied = [*text, text[3]]
     assert why_none(copied, LINEAR).endswith("rows that cost 1.00 plain steps each")

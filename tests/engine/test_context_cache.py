@@ -180,7 +180,7 @@ def test_states_return_to_marks_until_these_are_cut_off() -> None:
     checked.rewind(5)  # three forwards, of which two can be undone
     checked.check()
     assert len(checked.tokens) == 5
-    with pytest.raises(ValueError, match="not been kept"):
+    with pytest.raises(ValueError, match="no state was kept"):
         checked.cache.truncate(4)
     checked.rewind(4)
     checked.check()

@@ -400,7 +400,7 @@ def test_names_are_those_of_folders_and_aliases_in_all_apis() -> None:
                     assert answer.json()["model"] == "hub/a", answer.text
                 several = await server.ask(path, model="same")
                 assert several.status_code == 400
-                assert "may be hub/same or lm/same" in several.json()["error"]["message"]
+                assert "means hub/same or lm/same" in several.json()["error"]["message"]
                 missing = await server.ask(path, model="hub/aa")
                 assert missing.status_code == 404
                 assert "hub/a" in missing.json()["error"]["message"]

@@ -609,7 +609,7 @@ def test_a_directory_that_others_may_write_to_is_not_used(
     after.answer(tokens_of(50, 1))
     after.cache.save(tmp_path)
     assert {*tmp_path.iterdir()} == files
-    assert ["others may write to it" in warnings.pop() for _ in range(2)] == [True, True]
+    assert ["other users may write to it" in warnings.pop() for _ in range(2)] == [True, True]
 
 
 def test_a_directory_that_cannot_be_written_or_read_is_reported(

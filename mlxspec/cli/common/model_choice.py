@@ -90,11 +90,11 @@ def model_or_default(model: str | None) -> str:
 def note_if_demo(model: str | None) -> None:
     """Print a note if the demo model answers because no model is named or set.
 
-    Call it when no error can come before the answer any more.
+    Call this only when nothing can fail before the answer.
     """
     if not (model or default_model()):
         note(
-            "no model is named, so the demo model answers: a toy that repeats, copies, edits and "
+            "no model is named, so the demo model answers, a toy that repeats, copies, edits and "
             f"quotes text, such as '{DEMO_CAN}'; for more try --model {SMALL_MODEL}"
         )
 
@@ -121,10 +121,10 @@ def model_argument(about: str = _ABOUT + _DEFAULT, *, several: bool = False) -> 
         if several:
             return *placed, *named
         if placed and named and placed != named:
-            raise click.UsageError(f"MODEL is {placed}, and --model {named}: give one of them")
+            raise click.UsageError(f"MODEL is {placed}, but --model is {named}: give one of them")
         return placed or named
 
-    same = "Another way to name MODEL" + ("; repeatable." if several else ".")
+    same = "Another way to give MODEL" + ("; repeatable." if several else ".")
     early = {"group": ARGUMENTS, "is_eager": True}  # the argument's callback needs its value
     by_name = option("-m --model MODEL", same, "named", type=MODEL, multiple=several, **early)
     how = {"metavar": words, "nargs": -1 if several else 1, "callback": in_either_way}
