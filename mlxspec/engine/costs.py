@@ -464,7 +464,6 @@ def costs_for(
             found[context] = known
             cache.update(key, found)
         elif not found:
-            _in_part(on_progress, 0, 1, 1.0)  # a bar ends before the warning
             _log.warning(
                 "step times were measured while the machine was busy, or it is slow for this model "
                 "(%s): drafts begin with typical costs, which real steps correct; the next start "

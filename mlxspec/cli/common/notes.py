@@ -35,7 +35,7 @@ def note(message: object) -> None:
 
 def _write(line: str) -> None:
     with suppress(OSError):  # a full disk, for example: no reason to lose the answer
-        click.echo(line, err=True)
+        print(line, file=sys.stderr, flush=True)  # click would write past a progress bar
 
 
 def say(message: object) -> None:

@@ -112,7 +112,7 @@ class ProgressBar(Progress):
             console=console,
             transient=True,
             redirect_stdout=False,
-            redirect_stderr=False,
+            redirect_stderr=True,  # so that notes appear above it
             disable=not console.is_interactive,
         )
         self._only = self.add_task(what, total=None)
