@@ -367,7 +367,10 @@ def taking_part() -> Iterator[Leader]:
     try:
         group = mx.distributed.init()
     except (RuntimeError, ValueError) as error:
-        raise MlxspecError(f"the ranks cannot be connected: {error}") from error
+        raise MlxspecError(
+            f"the ranks cannot be connected ({error}): give mlx.launch two hosts or more, or -n 2, "
+            "or run mlxspec without it"
+        ) from error
     if group.rank() > 0:
         _follow_to_the_end(group)
     channel = meet(group)

@@ -321,7 +321,7 @@ class Endpoints:
 
         Raises as :meth:`.Catalog.named` and :meth:`.Catalog.use` do.
         """
-        entry = await self._catalog.named(name, self._strict)
+        entry = await self._catalog.named(name or None, self._strict)
         return await self._catalog.use(entry, request.state.uses)
 
     async def _tokenized(self, served: ServedModel, make: Callable[[], _Result]) -> _Result:
