@@ -633,8 +633,8 @@ def _serve(
     server = HttpServer(app, grace=grace, on_exit=on_exit)
 
     def on_loss(line: str) -> None:
-        reason = line.removeprefix("Error: ")
-        worker.fail(ApiError(f"the server is ending: {reason}", status=503))
+        line = f"the server is ending: {line.removeprefix('Error: ')}"
+        worker.fail(ApiError(line, status=503))
         server.should_exit = True
         ended.wait(_LAST_ERRORS)
 

@@ -368,8 +368,7 @@ def taking_part() -> Iterator[Leader]:
         group = mx.distributed.init()
     except (RuntimeError, ValueError) as error:
         raise MlxspecError(
-            f"the ranks cannot be connected ({error}): give mlx.launch two hosts or more, or -n 2, "
-            "or run mlxspec without it"
+            f"the ranks cannot be connected ({error}): give mlx.launch -n 2 or more, or two hosts"
         ) from error
     if group.rank() > 0:
         _follow_to_the_end(group)
