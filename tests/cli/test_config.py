@@ -83,8 +83,8 @@ def test_comments_stay_and_a_directory_is_found_from_everywhere(file: Path, tmp_
         (("set", "mlx-settings", "MLX_RANK=1"), "mlx-settings is 'MLX_RANK=1': give whole numbers"),
         (("set", "mlx-settings", "MLX_METAL_FAST_SYNCH=0"), "1 or more for MLX_METAL_FAST_SYNCH"),
         (("set", "mlx-settings", "MLX_METAL_FAST_SYNCH=1,"), "mlx-settings is"),
-        (("set", "alias.a/b", REPOSITORY), "alias.a/b: name it with letters"),
-        (("set", "alias.", REPOSITORY), "alias.: name it with letters"),
+        (("set", "alias.a/b", REPOSITORY), "alias.a/b: use only letters"),
+        (("set", "alias.", REPOSITORY), "alias.: use only letters"),
     ],
 )
 def test_what_cannot_be_set_is_one_line(arguments: tuple[str, ...], told: str, file: Path):
@@ -113,7 +113,7 @@ def test_an_alias_of_another_one_stands_for_its_model():
         (b"max-tokens = [1]\n", "max-tokens is [1]: "),
         (b"alias = 'x'\n", "unknown setting 'alias'"),
         (b"mlx-settings = 'a=1'\n", "mlx-settings is 'a=1': give whole numbers"),
-        (b"[alias]\n'a/b' = 'demo'\n", "alias.a/b: name it with letters"),
+        (b"[alias]\n'a/b' = 'demo'\n", "alias.a/b: use only letters"),
     ],
 )
 def test_a_broken_file_is_one_line_that_names_it(content: bytes, told: str, file: Path):

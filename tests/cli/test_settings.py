@@ -202,7 +202,7 @@ def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Is a directory"):
         SettingsFile(tmp_path / "x.json", OURS).read()
     (tmp_path / "y.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(FileError, match="is not UTF-8"):
+    with pytest.raises(FileError, match="not UTF-8"):
         SettingsFile(tmp_path / "y.json", OURS).read()
     (tmp_path / "z.json").symlink_to(tmp_path / "z.json")
     with pytest.raises(OSError, match=r"z\.json"):

@@ -19,8 +19,9 @@ from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.capability import Capability, joint_mode
 from mlxspec.engine.joint import Joint
 from mlxspec.engine.sampling import Chooser, SamplingParams
-from mlxspec.engine.step import Sequence, StepTimes, joint_step
+from mlxspec.engine.step import Sequence, joint_step
 from mlxspec.engine.target import Target
+from mlxspec.generation.response import StepTimes
 from tests.support.drafters import HostileDrafter, Oracle
 from tests.support.harness import decode, new_target, plain, run
 

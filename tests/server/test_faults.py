@@ -732,12 +732,12 @@ def test_a_server_that_ends_says_so_and_leaves_nothing(stream: bool) -> None:
             answer = running.result()
         if stream:
             *_, error, done, _ = answer.text.split("\n\n")
-            assert "the server is ending" in error
+            assert "the server is shutting down" in error
             assert done == "data: [DONE]"
         else:
             assert answer.status_code == 503
         late = post(server, TEXT, {"prompt": "Once", "stream": stream})
-        assert (late.status_code, error_of(late)["message"]) == (503, "the server is ending")
+        assert (late.status_code, error_of(late)["message"]) == (503, "the server is shutting down")
         assert HTTP.get(f"{server.address}/health").status_code == 503
     assert not server.worker.requests
     left = {*threading.enumerate()} - threads

@@ -197,6 +197,9 @@ def test_null_is_absent_within_objects_too() -> None:
 
 def test_what_no_server_knows_is_ignored() -> None:
     assert effect(chat(frobnicate=[1], **{"": 0})) == effect(chat())
+    nested = {"format": {"type": "json_object"}}  # these objects have no such field
+    for name in ("stream_options", "prediction", "mlxspec", "reasoning"):
+        assert effect(chat(**{name: nested})) == effect(chat()), name
 
 
 def test_unknown_options_of_a_stream_are_ignored() -> None:

@@ -95,7 +95,7 @@ class ApiClient:
                 message = json.loads(error.read())["error"]["message"]
             except (OSError, ValueError, LookupError, TypeError, HTTPException):
                 message = error
-            remedy = f"; {API_KEY} must hold the server's key" if error.code == 401 else ""
+            remedy = f"; set {API_KEY} to the server's key" if error.code == 401 else ""
             raise PromptError(f"--server {self.address}: {message}{remedy}") from error
         except (OSError, ValueError, HTTPException) as error:
             raise OptionError(
@@ -107,7 +107,7 @@ class ApiClient:
 # --- answers ---
 
 _NOT_SENT = {"temp", "min_tokens_to_keep", "logits_processors", "sampler", "xtc_special_tokens"}
-_ONLY_LOCAL = DraftingOptions(), CacheOptions(), None, 1  # what servers take no options for
+_ONLY_LOCAL = DraftingOptions(), CacheOptions(), None, 1  # if no options are given
 
 
 class RemoteModel:
@@ -121,14 +121,11 @@ class RemoteModel:
     Attributes:
         name: the model's name.
         context_length: in tokens; None if unknown.
-        predicted_cost: 0, since servers do not report it.
 
     Raises:
         OptionError: the server does not answer or has no such model, or an option is given that
-            only ``mlxspec serve`` takes.
+            only ``mlxspec serve`` accepts.
     """
-
-    predicted_cost = 0.0
 
     def __init__(
         self, address: str, generation: Generation, template_arguments: Mapping[str, Any]
@@ -136,7 +133,7 @@ class RemoteModel:
         kept, least = generation.adapter_path, generation.sampling.min_tokens_to_keep
         if (generation.drafting, generation.caches, kept, least) != _ONLY_LOCAL:
             raise OptionError(
-                "options for drafts, caches, adapters and --min-tokens-to-keep are not for chats "
+                "options for drafts, caches, adapters and --min-tokens-to-keep have no effect "
                 "with --server: leave them out"
             )
         self._client = ApiClient(address)
@@ -197,7 +194,7 @@ class RemoteModel:
         begun, trimmed = 0.0, without_first_space(True)
         for chunk in self._client.events("/v1/completions", body):
             if "error" in chunk:
-                raise PromptError(f"the server: {chunk['error'].get('message')}")
+                raise PromptError(f"the server says: {chunk['error'].get('message')}")
             for choice in chunk["choices"]:
                 begun = begun or time.perf_counter()
                 last.finish_reason = choice["finish_reason"] or last.finish_reason
