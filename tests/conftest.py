@@ -88,7 +88,6 @@ LONGEST = (
     "generation/test_thread_end.py",
     "cli/test_prompts.py",
     "distributed/test_deaths.py",
-    "test_typing.py",
 )
 """The files that take longest. They come first, so that no process runs one of them at the end."""
 
