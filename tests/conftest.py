@@ -38,6 +38,12 @@ os.environ["MLXSPEC_CONFIG_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 os.environ.pop("MLXSPEC_MODEL", None)
 os.environ.pop("MLXSPEC_API_KEY", None)
 
+# Processes of tests find sitecustomize.py, which keeps a file for all of them.
+os.environ["TESTS_STARTUP_FILE"] = os.path.join(tempfile.mkdtemp(prefix="mlxspec-tests-"), "kept")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent / "support/startup"), os.environ.get("PYTHONPATH")])
+)
+
 import mlxspec.engine.costs  # isort: skip  (before mlx.core)
 import mlx.core as mx
 import pytest
@@ -200,7 +206,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    for directory in OF_THE_USER:
+    for directory in (*OF_THE_USER, os.path.dirname(os.environ["TESTS_STARTUP_FILE"])):
         shutil.rmtree(directory, ignore_errors=True)
 
 
