@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...generation.response import GenerationResponse
     from ...models.chat_template import Messages
 
-_SILENCE = 60.0  # seconds; mlxspec serve sends keep-alives sooner
+_SILENCE = 300.0  # seconds; a server sends keep-alives sooner, but none while it loads a model
 
 
 class ApiClient:
