@@ -17,7 +17,7 @@ from ..errors import OptionError
 from .policies import AUTO, POLICIES, NewDrafter, ReplayPolicy
 
 _EXAMPLE = ".76,.60,.50,.41@0.08"
-_WRONG = -2  # no token; -1 is an unknown choice
+_WRONG = -2  # differs from all tokens, and from -1, which stands for an unknown choice
 
 
 def parse_head_curve(text: str) -> tuple[list[float], float]:
@@ -25,7 +25,7 @@ def parse_head_curve(text: str) -> tuple[list[float], float]:
 
     Returns:
         the probabilities that the first 1, 2, … drafted tokens are all right, and the time to draft
-        each token, in plain steps of the sequences that share it.
+        one token. The unit of time is a plain step of all sequences that draft together.
 
     Raises:
         OptionError: the text has another form, or its numbers are out of range.
@@ -37,22 +37,22 @@ def parse_head_curve(text: str) -> tuple[list[float], float]:
         if falls and 0 <= cost < math.inf:
             return p_reached, cost
     raise OptionError(
-        f"--head-curve {text!r}: give, as in {_EXAMPLE}, the probabilities that the first 1, 2, … "
-        "tokens are all right, which cannot rise, and after '@' the time of each token in plain "
-        "steps"
+        f"--head-curve {text!r}: write it like {_EXAMPLE}: the probabilities that the first 1, 2, "
+        "… tokens are all right, none greater than the one before, then '@' and the time to draft "
+        "one token, in plain steps"
     )
 
 
 class ReplayedHead(HeadSource):
-    """Drafts a recorded output's next tokens, as many of them right as an acceptance curve says.
+    """Drafts a recorded output's next tokens, of which as many are right as a curve says.
 
-    How many are right at a position depends on the output alone, so all policies and chips are
-    equally lucky. The head's confidence carries no more information than the curve.
+    How many are right at a position is random, but seeded by the output alone. So it is the same
+    for all policies and chips. The head's confidence in a token depends only on its depth.
 
     Args:
-        experience: shared by all outputs.
-        output: what the target answers, from the first token after the prompt.
-        p_reached: as :func:`parse_head_curve` returns it.
+        experience: what heads learn from the outputs, which all share it.
+        output: the recorded output, as token ids.
+        p_reached: the probabilities that :func:`parse_head_curve` returns.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ReplayedHead(HeadSource):
 
 
 def policies_with_head(p_reached: Sequence[float], cost: float) -> dict[str, ReplayPolicy]:
-    """A head alone, and together with the default decoder's look-ups.
+    """Policies with a trained head: the head alone, and the default decoder with the head added.
 
     Args:
         p_reached, cost: as :func:`parse_head_curve` returns them.

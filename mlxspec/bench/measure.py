@@ -1,8 +1,9 @@
-"""Measures decoders, which take turns on prompts with one loaded model, and reports on them.
+"""Measures decoders, which answer the same prompts in turn with one loaded model.
 
-Outputs are compared with plain decoding's. A forward over several rows may sum in a different
-order than a forward over one, so logits can differ in their last bits. That changes a token only
-where two are almost equal: a near tie. Any other difference is a bug.
+Outputs are compared with plain decoding's. A forward over several rows may add numbers in a
+different order than a forward over one row, so logits can differ in their last bits. That changes
+the chosen token only if two tokens' logits are almost equal: a near tie. Any other difference is a
+bug.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from ..process import mlx_settings
 from .prompts import BenchPrompt, Messages, message
 
 NEAR_TIE_FLOAT32 = 1e-4
-"""Gap between the two best perturbed logits below which a difference in float32 is rounding."""
+"""The margin of a :class:`Difference` below which rounding explains it, in float32."""
 
 NEAR_TIE_SPACINGS = 4
-"""The same gap for half precision, in spacings of the data type at the logits' size.
+"""The same margin in half precision, as a multiple of the data type's spacing at the logits' size.
 
 At 800 positions of the demo model, rounding every operation to half precision moved the gap between
-the two best logits by up to 2.5 (bfloat16) and 3.3 spacings (float16), compared with float32. Two
-orders of summation can differ by as much.
+the two best logits by up to 2.5 spacings (bfloat16) or 3.3 (float16), compared with float32.
+Another order of additions can move it as much.
 """
 
 
@@ -60,11 +61,11 @@ class Difference:
     """Where two outputs diverge.
 
     Attributes:
-        index: the first token that differs, counted from the output's beginning.
-        margin: how far the worse of the two tokens is below the target's best, in perturbed
-            logits (see :meth:`mlxspec.engine.sampling.Chooser.perturb`). Infinite where one
-            output is a proper prefix of the other: ending early is not rounding.
-        bound: the margin below which rounding can have made the difference.
+        index: the index of the first token that differs.
+        margin: how far the less likely of the two tokens is below the target's best token, in
+            perturbed logits (see :meth:`mlxspec.engine.sampling.Chooser.perturb`). Infinite if one
+            output is a proper prefix of the other, which rounding cannot cause.
+        bound: the margin below which rounding can explain the difference.
     """
 
     index: int
@@ -87,7 +88,7 @@ def first_difference(
     """Compare two outputs of one prompt.
 
     Args:
-        model: the target, run once over the common part where the outputs differ.
+        model: the target. If the outputs differ, it runs once over what they have in common.
         prompt: token ids.
         expected: the output of plain decoding.
         actual: the output to be checked.
@@ -115,12 +116,12 @@ def first_difference(
 
 
 def near_tie_bound(logits: mx.array, params: SamplingParams) -> float:
-    """The margin below which a difference is rounding, for logits of this type and size.
+    """The margin below which rounding can explain a difference, for logits of this type and size.
 
     Args:
         logits: (..., vocabulary), as the model returned them.
-        params: a temperature divides the logits, and so multiplies their rounding errors; the
-            bound for float32 leaves room for that.
+        params: the sampling. Logits are divided by the temperature, and their rounding errors with
+            them; the bound for float32 leaves room for that.
     """
     if logits.dtype == mx.float32:
         return NEAR_TIE_FLOAT32
@@ -130,23 +131,23 @@ def near_tie_bound(logits: mx.array, params: SamplingParams) -> float:
 
 
 PLAIN = "plain"
-"""The backend whose output is the reference."""
+"""The name of the backend whose output is the reference."""
 
 MLX_LM = "mlx-lm"
 AUTO = "auto"
 
 
 Stream = Callable[..., Iterator[GenerationResponse]]
-"""One way to generate on a loaded model. All give the same output at different speeds.
+"""A backend's function for generating text. All backends give the same output, at different speeds.
 
-It is called with the prompt's token ids and, by name, ``max_tokens``, ``sampling`` and
-``on_progress``, and yields a response per token. The last call of ``on_progress`` is when the first
-token's forward begins. No memory is kept between runs, or the answer to a repeated prompt would be
-drafted from it.
+It takes the prompt's token ids and the keyword arguments ``max_tokens``, ``sampling`` and
+``on_progress``, and yields a response for each token. It calls ``on_progress`` for the last time
+when the first token's forward begins. It remembers no answers. Otherwise a repeated prompt's answer
+would be drafted from the earlier one.
 """
 
 MakeStream = Callable[[nn.Module, TokenizerWrapper], Stream]
-"""Makes a way to generate from a loaded model and its tokenizer."""
+"""Makes a :data:`Stream` for a loaded model and its tokenizer."""
 
 
 def decoding(drafting: Drafting) -> MakeStream:
@@ -155,13 +156,13 @@ def decoding(drafting: Drafting) -> MakeStream:
 
 
 def _mlx_lm(model: nn.Module, tokenizer: TokenizerWrapper) -> Stream:
-    """mlx-lm's own generation, always greedy, since its random numbers differ from mlxspec's."""
+    """mlx-lm's own generation. It is always greedy, since its random numbers are not mlxspec's."""
 
     def stream(
         prompt: list[int], *, max_tokens: int, sampling: SamplingParams, on_progress: Progress
     ) -> Iterator[GenerationResponse]:
         def before_first_token(done: int, total: int) -> None:
-            if done < total:  # it reports the whole prompt only after the first token
+            if done < total:  # mlx-lm reports the whole prompt only after the first token
                 on_progress(done, total)
 
         return mlx_lm.stream_generate(
@@ -182,11 +183,11 @@ BACKENDS: dict[str, MakeStream] = {
     AUTO: decoding(Auto()),
     "lookahead": decoding(Lookahead()),
 }
-"""Keyed by the names that ``--decoder`` accepts."""
+"""The backends, by the names that ``--decoder`` accepts."""
 
 
 def backends_with(drafter: type[Drafter]) -> dict[str, MakeStream]:
-    """A custom drafter class, alone and together with the default decoder's look-ups."""
+    """Backends for a custom drafter: one that uses it alone, and the default one with it added."""
     alone, added = Drafting(maker=drafter), Auto(extra=drafter)
     return {drafter.__name__: decoding(alone), f"{AUTO}+{drafter.__name__}": decoding(added)}
 
@@ -198,9 +199,9 @@ class TimedRun:
     Attributes:
         tokens: the output, its end token included.
         text: the output as text.
-        prefill_seconds: from the call to the first token's forward.
-        seconds: from there to the last token.
-        stats: what speculation did; None without speculation.
+        prefill_seconds: the time from the call until the first token's forward begins.
+        seconds: the time from then until the last token.
+        stats: the counts of drafts and steps; None if the backend does not speculate.
     """
 
     tokens: tuple[int, ...]
@@ -226,7 +227,7 @@ def run(stream: Stream, prompt: list[int], max_tokens: int, sampling: SamplingPa
 
     options = {"max_tokens": max_tokens, "sampling": sampling, "on_progress": on_progress}
     for response in stream(prompt, **options):
-        ended = perf_counter()  # work after the last token delays no output
+        ended = perf_counter()  # in the loop, since work after the last token delays no output
         tokens.append(response.token)
         texts.append(response.text)
         stats = getattr(response, "stats", None)
@@ -239,9 +240,10 @@ class MeasuredPrompt:
     """All runs on one prompt.
 
     Attributes:
-        category: the prompt's.
-        runs: by backend, one per repeat.
-        differences: by backend, how its distinct outputs differ from plain decoding's first one.
+        category: the prompt's category.
+        runs: the runs of each backend, one per repeat.
+        differences: how each backend's outputs differ from plain decoding's first output. Outputs
+            that are equal to it have no entry.
     """
 
     category: str
@@ -250,9 +252,10 @@ class MeasuredPrompt:
 
 
 def in_turn(names: list[str], repeat: int) -> list[str]:
-    """The order of the backends in a repeat: each is first in turn, and neighbours change.
+    """The order in which the backends run in a repeat.
 
-    Wide steps heat the machine, which slows the next backend.
+    Steps over many rows heat the machine, which slows the backend that runs next. So the order is
+    rotated from repeat to repeat, and reversed in every other one.
     """
     first = repeat % len(names)
     return (names[first:] + names[:first])[:: (-1) ** repeat]
@@ -268,16 +271,17 @@ def measure(
     repeats: int,
     sampling: SamplingParams,
 ) -> Iterator[MeasuredPrompt]:
-    """Measure backends answer by answer; each warms up on the first prompt.
+    """Measure backends on prompts, one answer at a time.
 
-    A conversation ends when it exceeds the model's context.
+    To warm up, each backend first answers the first prompt once without being measured. A prompt's
+    follow-ups are left out from where the conversation exceeds the model's context.
 
     Args:
         model, tokenizer: as :func:`mlxspec.load` returns them.
-        makers: functions that make the backends, by name; they include plain decoding.
-        prompts: the questions.
-        max_tokens: per answer.
-        repeats: how often each backend answers each prompt.
+        makers: the functions that make the backends, by name. One must make plain decoding.
+        prompts: the prompts to answer.
+        max_tokens: the most tokens of an answer.
+        repeats: how many times each backend answers each prompt.
         sampling: how the target picks tokens.
 
     Raises:
@@ -320,8 +324,9 @@ def measure(
 
 
 def _encoded(tokenizer: TokenizerWrapper, messages: Messages, raw: bool) -> list[int]:
-    """A conversation's tokens; without a chat template, those of its texts, joined by blank
-    lines.
+    """The token ids of a conversation, with the chat template.
+
+    If there is no template, or if ``raw``, the messages' texts are joined by blank lines.
     """
     if raw or not tokenizer.has_chat_template:
         return encode_prompt(tokenizer, "\n\n".join(one["content"] for one in messages))
@@ -332,7 +337,7 @@ def _encoded(tokenizer: TokenizerWrapper, messages: Messages, raw: bool) -> list
 
 Report = dict[str, Any]
 
-_WIDE = 0.25  # from the lowest to the highest ratio of a prompt's runs, as a share of the median
+_WIDE = 0.25  # the range of a prompt's speed ratios, as a fraction of their median
 
 
 def machine_facts() -> Report:
@@ -350,8 +355,9 @@ def machine_facts() -> Report:
 
 
 def _system() -> str:
-    """The operating system, its numeric version (a suffix may be a custom name), and the
-    architecture.
+    """The operating system, the numbers of its version, and the architecture.
+
+    A suffix of the version is left out, since the user may have chosen it.
     """
     mac = platform.mac_ver()[0]
     name, version = ("macOS", mac) if mac else (platform.system(), platform.release())
@@ -359,14 +365,14 @@ def _system() -> str:
 
 
 def model_facts(model: nn.Module, name: str, head: Head | None = None) -> Report:
-    """What the model is.
+    """The facts about a model that a report has.
 
     Args:
         model: the loaded model.
-        name: the name that the user gave. Of a path, only the last part is reported.
+        name: the name that the user gave. If it is a path, only its last part is reported.
         head: its trained head, if one is used.
     """
-    # Quantised weights are computed in the type of their scales.
+    # Quantised weights take part in computations in the type of their scales.
     weights = (weight for _, weight in tree_flatten(model.parameters()))
     floating = (weight for weight in weights if mx.issubdtype(weight.dtype, mx.floating))
     dtype = max(floating, key=lambda weight: weight.nbytes).dtype
@@ -383,15 +389,15 @@ def bench_report(prompts: Sequence[MeasuredPrompt], facts: Report) -> Report:
 
     Args:
         prompts: what was measured, at least one.
-        facts: the report's facts about model, machine and settings.
+        facts: facts about the model, the machine and the settings, to include in the report.
 
     Returns:
-        ``decoders`` and ``categories`` hold the figures of each backend over all and over each
-        category, see :func:`figures`. The overall speed-up is the geometric mean of the
-        categories'. ``exactness`` counts the ``outputs``, one for each prompt and each decoder
-        except plain, and how many ``differ`` from plain decoding's, with the largest margin at the
-        first differing token. ``wrong`` has a sentence for each difference that is not a near tie.
-        ``rough`` is a sentence that says why the figures are noisy, or None.
+        ``decoders``: each backend's figures over all prompts (see :func:`figures`). Its overall
+        speed-up is the geometric mean of its speed-ups in the categories. ``categories``: each
+        backend's figures in each category. ``exactness``: how many ``outputs`` were compared with
+        plain decoding's (one for each prompt and each backend except plain), how many ``differ``,
+        and the largest margin where they do. ``wrong``: a sentence for each difference that is not
+        a near tie. ``rough``: a sentence that says why the figures are noisy, or None.
     """
     grouped: dict[str, list[MeasuredPrompt]] = {}
     for prompt in prompts:
@@ -428,11 +434,11 @@ def figures(prompts: Sequence[MeasuredPrompt], name: str) -> Report:
 
     Returns:
         ``tokens_per_second`` (without the prefill) and ``prefill_seconds``: medians over all runs.
-        ``speedup``: the rate relative to plain decoding. It is the geometric mean over prompts of
-        the median ratio of a prompt's runs. ``vs_mlx_lm``: the same relative to mlx-lm.
-        ``tokens_per_step``, ``rows_per_step``, ``acceptance_rate``: over all steps. All are None if
-        unknown. There is no ratio if either backend's output was wrong, since it wrote different
-        texts.
+        ``speedup``: the speed relative to plain decoding. For each prompt, it is the median of the
+        runs' ratios; over prompts, the geometric mean of these medians. ``vs_mlx_lm``: the same
+        relative to mlx-lm. ``tokens_per_step``, ``rows_per_step``, ``acceptance_rate``: over all
+        steps. A figure that is unknown is None. So is a ratio if an output of either backend was
+        wrong, since the backends then wrote different texts.
     """
     runs = [run for prompt in prompts for run in prompt.runs[name]]
     stats = sum((run.stats for run in runs if run.stats), SpeculationStats())
@@ -448,7 +454,7 @@ def figures(prompts: Sequence[MeasuredPrompt], name: str) -> Report:
 
 
 def _ratios(prompt: MeasuredPrompt, name: str, base: str) -> list[float]:
-    """Two backends' ratios turn by turn, since a slow moment of the machine affects both alike."""
+    """The ratio of two backends' speeds in each repeat; a slow moment affects both alike."""
     pairs = zip(prompt.runs[name], prompt.runs[base], strict=True)
     return [own.rate / other.rate for own, other in pairs]
 
@@ -466,7 +472,7 @@ def noise_warning(prompts: Sequence[MeasuredPrompt]) -> str | None:
     spread = max(median((max(of) - min(of)) / median(of) for of in by_run) for by_run in ratios)
     if spread <= _WIDE:
         return None
-    return f"The figures are rough: the turns of a decoder on a prompt differ by {spread:.0%}."
+    return f"The figures are rough: a decoder's runs on the same prompt differ by {spread:.0%}."
 
 
 def _exactness(prompts: Sequence[MeasuredPrompt]) -> Report:
@@ -489,7 +495,7 @@ def _wrong(prompts: Sequence[MeasuredPrompt]) -> Iterator[str]:
                     continue
                 how = "one output ended before the other"
                 if math.isfinite(of.margin):
-                    how = f"the tokens are {of.margin:.2g} apart, rounding explains {of.bound:.2g}"
+                    how = f"the gap is {of.margin:.2g}, but rounding explains only {of.bound:.2g}"
                 yield (
                     f"{name} differs from {PLAIN} decoding on prompt {number} "
                     f"({prompt.category}) at token {of.index}: {how}"
@@ -497,7 +503,7 @@ def _wrong(prompts: Sequence[MeasuredPrompt]) -> Iterator[str]:
 
 
 def exactness(report: Report) -> str:
-    """How many outputs equal plain decoding's, and the largest gap where others diverge."""
+    """Say how many outputs equal plain decoding's, and the largest gap where the others diverge."""
     of = report["exactness"]
     said = (
         f"{of['outputs'] - of['differ']} of {of['outputs']} outputs are identical to {PLAIN} "
@@ -505,14 +511,14 @@ def exactness(report: Report) -> str:
     )
     if of["largest_margin"] is not None:
         said += (
-            " Where an output diverges from it, the two tokens' logits are at most "
+            " Where an output diverges from plain decoding's, the two tokens' logits are at most "
             f"{of['largest_margin']:.2g} apart."
         )
     return said
 
 
 def verdict(report: Report) -> str:
-    """One sentence: which backend is fastest."""
+    """A sentence that says which backend is fastest."""
     decoders = report["decoders"].items()
     speeds = {name: of["speedup"] for name, of in decoders if of["speedup"] is not None}
     if len(speeds) < 2:

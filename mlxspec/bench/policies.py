@@ -19,15 +19,16 @@ from ..errors import OptionError
 
 # --- the rules of other programs ---
 
-_FULL = 10  # tokens: the drafts of Spec-Bench's PLD
-_DEEPEST = 64  # tokens: a match and its draft in suffix decoding
+_FULL = 10  # tokens in a draft of Spec-Bench's PLD
+_DEEPEST = 64  # the most tokens that a match and its draft have together in suffix decoding
 
 
 class FullLookup(Drafter):
-    """Drafts ten tokens from the earliest match of the longest n-gram that has that many after it.
+    """Drafts the ten tokens after the earliest match of the text's last 3, 2 or 1 tokens.
 
-    The rule of ``find_candidate_pred_tokens`` in apoorvumang/prompt-lookup-decoding and of
-    Spec-Bench's PLD (n = 3 to 1).
+    The longest of these n-grams is used that has a match with ten tokens after it. This is the rule
+    of ``find_candidate_pred_tokens`` in apoorvumang/prompt-lookup-decoding, and of Spec-Bench's
+    PLD.
     """
 
     branching = False
@@ -50,7 +51,7 @@ class FullLookup(Drafter):
 
 
 class _TextDrafter(Drafter):
-    """Drafts a chain from the text so far, prompt and output, by a fixed rule."""
+    """Drafts a chain from the text so far (prompt and output) by a fixed rule."""
 
     branching = False
 
@@ -76,8 +77,8 @@ class _TextDrafter(Drafter):
 class NgramSimple(_TextDrafter):
     """Drafts up to 48 tokens that followed the latest earlier occurrence of the last 12 tokens.
 
-    The rule of ``--spec-type ngram-simple`` (common/ngram-map.cpp) with llama.cpp's defaults:
-    drafts shorter than the n-gram are not proposed.
+    This is the rule of llama.cpp's ``--spec-type ngram-simple`` (common/ngram-map.cpp), with its
+    defaults. Drafts shorter than the n-gram are not proposed.
     """
 
     def __init__(self, size_n: int = 12, size_m: int = 48) -> None:
@@ -101,16 +102,17 @@ class NgramSimple(_TextDrafter):
 
 
 class SuffixPath(_TextDrafter):
-    """Drafts the most frequent continuation of a suffix of the text, prompt and output.
+    """Drafts the most frequent continuation of a suffix of the text so far (prompt and output).
 
-    Each matching suffix gives a draft at most as long as itself. A token's probability is the share
-    of the suffix's occurrences that it continues, and the draft with the greatest sum of
-    probabilities is taken. (Oliaro et al. 2024, arXiv 2411.04975, with the rules and defaults of
-    Snowflake's ArcticInference: ``SuffixTree::speculate``. As there, the text's own end counts as
+    Each suffix that occurs earlier gives one draft, which is at most as long as the suffix. The
+    probability of a draft's token is the share of the suffix's occurrences that continue like the
+    draft up to this token. Of all drafts, the one with the greatest sum of probabilities is
+    proposed. (Oliaro et al. 2024, arXiv 2411.04975, with the rules and defaults of
+    ``SuffixTree::speculate`` in Snowflake's ArcticInference. As there, the text's own end counts as
     an occurrence. ArcticInference's global tree of earlier requests is left out.)
 
     Args:
-        min_token_prob: the lowest probability of a token that is drafted.
+        min_token_prob: tokens with a lower probability are not drafted.
     """
 
     def __init__(self, min_token_prob: float = 0.1) -> None:
@@ -128,14 +130,14 @@ class SuffixPath(_TextDrafter):
         ends = self._ends[text[-1]]
         for length in range(1, min(len(text), _DEEPEST)):
             ends = [end for end in ends if end >= length and text[end - length] == text[-length]]
-            if len(ends) < 2:  # the text's end alone
+            if len(ends) < 2:  # only the text's own end
                 break
             found = self._path(ends, min(length, _DEEPEST - length))
             best = max(found, best, key=lambda one: one[0])
         return best[1]
 
     def _path(self, ends: list[int], most: int) -> tuple[float, list[int]]:
-        """The sum of probabilities and the tokens of a match's most frequent continuation."""
+        """The most frequent continuation: the sum of its tokens' probabilities, and the tokens."""
         path: list[int] = []
         score, probability = 0.0, 1.0
         while len(path) < most:
@@ -154,11 +156,11 @@ class SuffixPath(_TextDrafter):
 
 # --- hindsight ---
 
-_UNKNOWN = -1  # the choice after a row that was not accepted
+_UNKNOWN = -1  # stands for the target's choice after a row that was not accepted
 
 
 def verify(tree: DraftTree, following: Sequence[int], ahead: bool = False) -> VerifiedStep:
-    """Verify a tree against the tokens that follow its root; the last one may end the output."""
+    """Verify a tree against the tokens that follow its root in a recorded output."""
     right = [following[d] if d < len(following) else _UNKNOWN for d in tree.depths]
     accepted, tokens = accept(tree, right)
     path = {0, *accepted}
@@ -168,14 +170,14 @@ def verify(tree: DraftTree, following: Sequence[int], ahead: bool = False) -> Ve
 
 @dataclass(eq=False)
 class Hindsight(Drafter):
-    """Verifies the number of candidates that turns out best, which takes knowing the output.
+    """Verifies the number of candidates that turns out best, since it knows the output.
 
-    The candidates and their order are the planner's. Of their first 0, 1, 2, …, the number that
-    emits most tokens per time is drafted. So no planner can exceed this speed with the same
-    candidates; with other candidates, such as those from earlier outputs, it may.
+    The candidates and their order are the planner's. The draft has the first n of them, with the n
+    that emits the most tokens per unit of time. So no planner can be faster with the same
+    candidates. With other candidates, such as those from earlier outputs, one may be.
 
     Args:
-        output: what the target answers, from the first token after the prompt.
+        output: the recorded output, as token ids.
         curve: T(rows) / T(1).
         branching: whether drafts may be trees.
         token_classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
@@ -209,8 +211,9 @@ class Hindsight(Drafter):
         self._source.end()
 
     def _best_n_draft(self, right: Sequence[int]) -> int:
-        """How many nodes to verify. The best number ends with one of ``right``, the nodes on the
-        output's path.
+        """The best number of nodes to verify.
+
+        It is 0, or the last node is one of ``right``, which are the nodes on the output's path.
         """
         costs = self.curve.table
         rates = {node: (1 + depth) / costs[1 + node] for depth, node in enumerate(right, start=1)}
@@ -220,12 +223,12 @@ class Hindsight(Drafter):
 # --- the policies ---
 
 NewDrafter = Callable[[Sequence[int]], Drafter]
-"""Makes the drafter for an output; only hindsight reads the output."""
+"""Makes the drafter for an output. Only hindsight and replayed heads read the output."""
 
 ReplayPolicy = Callable[[CostCurve, bytes], NewDrafter]
-"""Makes the function that gives a replay's drafters, which share what they learn.
+"""Makes a :data:`NewDrafter` for one replay, whose drafters share what they learn.
 
-It is called with the cost curve, T(rows) / T(1), and the classes of tokens (see
+Its arguments are the cost curve, T(rows) / T(1), and the classes of the tokens (see
 :func:`mlxspec.drafting.acceptance.token_classes`).
 """
 
@@ -236,11 +239,11 @@ def _from_text(new: Callable[[], Drafter]) -> ReplayPolicy:
 
 
 def planned(memory_tokens: int = 0, other: Callable[[], Drafter] | None = None) -> ReplayPolicy:
-    """The default decoder with a memory, and with another drafter if given.
+    """A policy of the default decoder.
 
     Args:
-        memory_tokens: 0 for no memory.
-        other: makes the other drafter.
+        memory_tokens: the size of its memory of earlier outputs; 0 for no memory.
+        other: makes another drafter to draft from; None for none.
     """
 
     def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
@@ -249,7 +252,7 @@ def planned(memory_tokens: int = 0, other: Callable[[], Drafter] | None = None) 
 
         def new(output: Sequence[int]) -> Drafter:
             if memory:
-                memory.settle()  # so that all outputs so far can be found
+                memory.settle()  # so that look-ups find all outputs so far
             sources: list[Drafter] = [SuffixSource(classes, experience, memory=memory)]
             if other is not None:
                 sources.append(other())
@@ -267,28 +270,28 @@ def _hindsight(curve: CostCurve, classes: bytes) -> NewDrafter:
 
 AUTO = "auto"
 HINDSIGHT = "hindsight"
-"""Not a decoder, since it knows the output. It shows how much could still be gained."""
+"""The name of the policy that knows the output. It shows how much a planner could still gain."""
 
 POLICIES: dict[str, ReplayPolicy] = {
     AUTO: planned(),
     "auto-memory": planned(MAX_TOKENS),
     "prompt-lookup": _from_text(PromptLookupDrafter),
-    # Its PLD, against which published figures are compared.
+    # Spec-Bench's PLD, for which there are published figures to compare with.
     "spec-bench": _from_text(FullLookup),
     # generate(prompt_lookup_num_tokens=10), max_matching_ngram_size 2.
     "transformers": _from_text(lambda: PromptLookupDrafter(n_draft=10, ngram_max=2)),
-    # Method "ngram", prompt_lookup_min = prompt_lookup_max = 5; the number of tokens has no
-    # default; 5 is its documentation's example.
+    # Method "ngram", prompt_lookup_min = prompt_lookup_max = 5. The number of draft tokens has no
+    # default; vLLM's documentation uses 5 in its example.
     "vllm": _from_text(lambda: PromptLookupDrafter(n_draft=5, ngram_max=5, ngram_min=5)),
     "llama.cpp": _from_text(NgramSimple),
     "suffix-path": _from_text(SuffixPath),
     HINDSIGHT: _hindsight,
 }
-"""Keyed by the names that ``--decoder`` accepts. To add a drafter, add an entry."""
+"""The policies, by the names that ``--decoder`` accepts. To add a drafter, add an entry."""
 
 
 def policies_with(drafter: type[Drafter]) -> dict[str, ReplayPolicy]:
-    """A custom drafter class, alone and together with the default decoder's look-ups."""
+    """Policies for a custom drafter: one that uses it alone, and the default one with it added."""
     name = drafter.__name__
     return {name: _from_text(drafter), f"{AUTO}+{name}": planned(other=drafter)}
 
@@ -297,11 +300,11 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def policies_with_memory(sizes: str) -> dict[str, ReplayPolicy]:
-    """The default decoder with memories of earlier outputs.
+    """Policies of the default decoder with a memory of earlier outputs, one for each size.
 
     Args:
-        sizes: a comma-separated list of numbers of tokens, with k for 1,024 and M for 1,048,576,
-            or "all" for no limit.
+        sizes: a comma-separated list of sizes in tokens, such as 4096, 16k or 1M (k stands for
+            1,024 and M for 1,048,576), or "all" for no limit.
 
     Raises:
         OptionError: a size has another form.
@@ -311,7 +314,7 @@ def policies_with_memory(sizes: str) -> dict[str, ReplayPolicy]:
         size = re.fullmatch("([0-9]{1,15})([km]?)", text, re.ASCII | re.IGNORECASE)
         if size is None and text != "all":
             raise OptionError(
-                f"--memory: {text!r} is not a size: give tokens as 4096, 16k or 1M, or all"
+                f"--memory: {text!r} is not a size: give tokens, such as 4096, 16k or 1M, or all"
             )
         tokens = int(size[1]) * _UNITS[size[2].lower()] if size else sys.maxsize
         policies[f"memory {text}"] = planned(tokens)

@@ -12,7 +12,7 @@ from ..errors import LoadError, OptionError, PromptError
 from ..jsonl import conversation_of, json_lines
 
 Messages = list[dict[str, str]]
-"""Each has "role" and "content"."""
+"""A conversation: messages with "role" and "content"."""
 
 MT_BENCH = {
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
@@ -38,14 +38,14 @@ class BenchPrompt:
 
 
 def bundled_prompts() -> list[BenchPrompt]:
-    """The package's own prompts: four grounded tasks and two free-form texts."""
+    """The package's own prompts: four tasks that repeat their prompt, and two texts to continue."""
     return read_prompts(Path(__file__).with_name("prompts.jsonl"))
 
 
 def read_prompts(path: Path) -> list[BenchPrompt]:
     """Read a file of prompts.
 
-    A ``.jsonl`` or ``.ndjson`` file has one JSON object a line with one of
+    A ``.jsonl`` or ``.ndjson`` file has one JSON object per line, with one of
 
     - ``"prompt"``: the user's message, or with ``"raw": true`` a text to continue,
     - ``"messages"``: a conversation; answers at its end are cut off,
@@ -70,7 +70,7 @@ _Item = TypeVar("_Item", BenchPrompt, "Trace")
 
 
 def limited(items: Iterable[_Item], per_category: int | None) -> list[_Item]:
-    """At most ``per_category`` items of each category, evenly spaced, category by category."""
+    """The items by category: at most ``per_category`` of each, evenly spaced; all if it is None."""
     if per_category is None:
         return list(items)
     by_category: dict[str, list[_Item]] = {}
@@ -120,13 +120,13 @@ def parse_json_lines(text: str, path: Path, parse: Callable[[Any], _Item]) -> li
             items.append(parse(value))
         except ValueError as error:
             raise PromptError(
-                f"{path}, line {number}: {error}; write one object per line"
+                f"{path}, line {number}: {error}; write one JSON object per line"
             ) from error
     return items
 
 
 def _category(record: dict[str, Any], default: str) -> str:
-    """The category of a record. Spec-Bench's questions from MT-bench have one category."""
+    """The category of a record. All questions of Spec-Bench that are MT-bench's share one."""
     category = str(record.get("category", default))
     from_spec_bench = "question_id" in record or str(record.get("id")).startswith("specbench-")
     return "mt_bench" if from_spec_bench and category in MT_BENCH else category
@@ -140,7 +140,7 @@ def _prompt(record: dict[str, Any]) -> BenchPrompt:
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
         if not any(one["content"] for one in messages):
-            raise ValueError('"messages" have no question')
+            raise ValueError('"messages" contains no question')
         return BenchPrompt(category, tuple(messages))
     turns = record.get("turns", [record.get("prompt")])
     if not (isinstance(turns, list) and turns and all(isinstance(t, str) and t for t in turns)):
@@ -202,9 +202,9 @@ class Completion:
 
     Attributes:
         category: the category under which it is reported.
-        context: the tokens of the whole conversation, which its completions share.
+        context: the tokens of the whole conversation; its completions share this list.
         begin: the index in the context at which the output begins.
-        output: the output's tokens, with the end token.
+        output: the output's tokens, including the end token.
     """
 
     category: str
@@ -249,11 +249,11 @@ def read_completions(paths: Iterable[Path], tokenizer: Any, limit: int) -> list[
     Args:
         paths: files of traces or chat logs.
         tokenizer: as :func:`mlxspec.models.tokenizer.load_tokenizer_of` returns it.
-        limit: the most conversations of a category, at least 1, which are then evenly spaced.
+        limit: the most conversations of each category, at least 1. They are evenly spaced.
 
     Raises:
         LoadError: the tokenizer has no EOS token.
-        OSError, PromptError: as :func:`read_traces`, or there is no output.
+        OSError, PromptError: as for :func:`read_traces`; also if there is no output to replay.
     """
     bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos_id is None:
@@ -275,10 +275,10 @@ _Entry = TypeVar("_Entry")
 
 
 def chosen(names: str, table: Mapping[str, _Entry]) -> dict[str, _Entry]:
-    """The entries that a comma-separated list names, in its order; "all" names all.
+    """The entries that a comma-separated list names, in the list's order; "all" stands for all.
 
     Raises:
-        OptionError: one of them is unknown.
+        OptionError: a name is unknown.
     """
     wanted = [*table] if names == "all" else [name.strip() for name in names.split(",")]
     try:

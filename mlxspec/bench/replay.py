@@ -22,8 +22,8 @@ from ..jsonl import load_json
 from .policies import HINDSIGHT, NewDrafter, ReplayPolicy, verify
 from .prompts import Completion
 
-MAX_DEPTH = 4096  # the drafter does not know where the output ends
-_ANY_CURVE = CostCurve([(1, 1)])  # for policies that do not plan by it
+MAX_DEPTH = 4096  # the most tokens of a draft, as the drafter does not know where the output ends
+_ANY_CURVE = CostCurve([(1, 1)])  # for drafters that do not use the curve
 
 
 class Step(NamedTuple):
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
     Attributes:
         rows: how many rows the target verified for all sequences.
-        sequences: how many sequences shared it.
+        sequences: how many sequences shared the step.
         head: the time that trained heads took before the step, in plain joint steps.
     """
 
@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Replayed:
-    """The steps of replayed outputs, which have ``tokens`` in all."""
+    """The steps that replayed outputs took. ``tokens`` is the total number of their tokens."""
 
     tokens: int
     steps: tuple[Step, ...]
@@ -61,10 +61,10 @@ def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter) -> Re
     """Let a drafter draft a recorded output.
 
     Args:
-        prompt: the context of the output, at least one token id.
-        output: what the target answered, its end token included.
-        drafter: called as in generation. The target's choices are read from the output; after rows
-            that were not accepted, they are unknown (-1).
+        prompt: the token ids before the output, at least one.
+        output: the recorded output, as token ids with the end token.
+        drafter: the drafter, which is called as in generation. Only after accepted rows does it
+            learn the target's choice; after other rows the choice is unknown (-1).
     """
     one = Completion("", [*prompt], len(prompt), [*output])
     return replay_jointly([one], lambda output: drafter, _ANY_CURVE, 1)
@@ -80,15 +80,15 @@ def replay_jointly(
     """Replay recorded outputs in joint steps, ``concurrency`` at a time.
 
     When an output ends, the next takes its place. As in :func:`mlxspec.engine.step.joint_step`,
-    either all sequences are pipelined or none. A sequence that joins pipelined ones takes part in
-    their next plain step. Prompts take no time.
+    either all sequences are pipelined or none. A sequence that joins while the others are pipelined
+    takes part in their next plain step. Prompts are assumed to take no time.
 
     Args:
         completions: the recorded outputs.
         new_drafter: gives the drafter of each output. Planners share the rows of each step, as in
             :class:`mlxspec.engine.step.Batch`; other drafters' proposals are verified in full.
-        curve: T(rows)/T(1) of one sequence, by which planners share rows.
-        concurrency: how many run at once, at least 1.
+        curve: T(rows)/T(1) of one sequence, from which planners compute how to share rows.
+        concurrency: how many outputs run at once, at least 1.
         on_progress: called each time an output ends.
     """
     waiting, most = iter(completions), min(concurrency, len(completions))
@@ -120,9 +120,9 @@ class _Output:
     """A recorded output that is being replayed.
 
     Attributes:
-        output: what is replayed.
-        drafter: its own.
-        last: the token that the next step's draft follows.
+        output: its token ids.
+        drafter: the drafter for this output alone.
+        last: the context's last token, which the next draft follows.
         done: how many tokens have been emitted.
     """
 
@@ -157,9 +157,10 @@ def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[St
 
 
 def extended(curve: CostCurve) -> CostCurve:
-    """Extend a curve for many sequences: beyond its end, cost rises at least in proportion to rows.
+    """Extend a curve beyond its last point, for joint steps of many sequences.
 
-    If it stayed flat, any number of rows would be free.
+    There the cost rises at least in proportion to the rows. If it stayed flat, any number of
+    further rows would be free.
     """
     widest = curve.widest
     points = [(rows, curve(rows)) for rows in range(1, widest + 1)]
@@ -169,10 +170,10 @@ def extended(curve: CostCurve) -> CostCurve:
 def joint_curve(curve: CostCurve, count: int) -> CostCurve:
     """T(rows)/T(1) of joint steps.
 
-    Here T(1) is a plain step of all sequences together, and each draft token of any of them adds a
-    row. A joint step is assumed to cost as much as one sequence's step with as many rows, as
-    :meth:`mlxspec.drafting.costs.LiveCosts.for_sequences` assumes before such steps have run. The
-    curves leave out the cost of attending to several contexts.
+    Here T(1) is the time of a plain step of all sequences together, and each draft token of any
+    sequence adds a row. A joint step is assumed to cost as much as one sequence's step with as many
+    rows, as :meth:`mlxspec.drafting.costs.LiveCosts.for_sequences` assumes before such steps have
+    run. The cost of attending to several contexts is left out.
 
     Args:
         curve: T(rows)/T(1) of one sequence.
@@ -201,14 +202,14 @@ def replay_report(
     """Summarise the replayed outputs.
 
     Args:
-        replayed: pairs of a set's name and a replayed output, at least one.
+        replayed: the replayed outputs, at least one, each after the name of the set it is in.
         curve: T(rows) / T(1).
 
     Returns:
         ``sets``: the figures of each set by its name, in order of appearance, see :func:`_figures`;
         ``speedup``: the geometric mean of the sets' speed-ups; ``worst``: the lowest of them;
-        ``share_slow``: the mean of the sets' shares; ``tokens_per_step`` and ``rows_per_step``:
-        means over all steps.
+        ``share_slow``: the mean of the sets' ``share_slow``; ``tokens_per_step`` and
+        ``rows_per_step``: means over all steps.
     """
     by_set: dict[str, list[Replayed]] = {}
     for name, completion in replayed:
@@ -227,7 +228,7 @@ def _figures(completions: Sequence[Replayed], curve: Callable[[int], float]) -> 
     """The figures of one set.
 
     ``speedup`` is plain decoding's time divided by the steps' time. ``share_slow`` is the share of
-    completions that lose more than 2 % and two plain steps.
+    completions that are slower than plain decoding by more than 2 % and more than two plain steps.
     """
     costs = [completion.cost(curve) for completion in completions]
     tokens = sum(completion.tokens for completion in completions)
@@ -256,20 +257,20 @@ def _per_step(replayed: Sequence[Replayed]) -> Report:
 def joint_report(
     joint: Replayed, plain: Replayed, alone: Sequence[Replayed], curve: CostCurve
 ) -> Report:
-    """Summarise outputs that ran at once. Speeds are relative to one plain sequence.
+    """Summarise outputs that ran several at once.
 
     Args:
-        joint: with drafts, in joint steps.
+        joint: the outputs, replayed with drafts in joint steps.
         plain: the same outputs without drafts, in joint steps.
         alone: the same outputs with drafts, one at a time.
         curve: T(rows)/T(1) of one sequence.
 
     Returns:
-        ``speedup``: all sequences' tokens divided by the time of the joint steps with drafts;
-        ``plain_batching``: the same without drafts; ``one_at_a_time``: with drafts, one sequence
-        after the other; ``over_plain_batching``: ``speedup / plain_batching``; ``tokens`` and
-        ``completions``: how many; ``tokens_per_step``, ``rows_per_step`` and
-        ``sequences_per_step``: means over the joint steps.
+        Three speeds, relative to plain decoding of one output at a time: ``speedup`` (joint steps
+        with drafts), ``plain_batching`` (joint steps without drafts) and ``one_at_a_time`` (drafts
+        without joint steps). ``over_plain_batching`` is ``speedup / plain_batching``; ``tokens``
+        and ``completions`` are the totals; ``tokens_per_step``, ``rows_per_step`` and
+        ``sequences_per_step`` are means over the joint steps.
     """
     whole = extended(curve)
     speedup, batching = (one.tokens / one.cost(whole) for one in (joint, plain))
@@ -316,15 +317,15 @@ def compare(
     Args:
         completions: the recorded outputs, at least one.
         classes: the classes of their tokens, see :func:`mlxspec.drafting.acceptance.token_classes`.
-        policies: by name.
-        curves: T(rows)/T(1) by the chip's name.
+        policies: the policies by their names.
+        curves: the curve T(rows)/T(1) of each chip, by the chip's name.
         concurrency: how many outputs run at once. Two or more are compared with plain batching and
             with drafting one at a time.
-        on_progress: called with the fraction that is done.
+        on_progress: called with the fraction of the work that is done.
 
     Returns:
-        by chip and policy, in the order given, the report of :func:`replay_report`; with two or
-        more outputs at once, that of :func:`joint_report`.
+        for each chip and policy, in the given order, the report that :func:`replay_report` makes,
+        or :func:`joint_report` with two or more outputs at once.
     """
     several = concurrency > 1
     work = len(completions)
@@ -353,7 +354,7 @@ def compare(
 
 
 def verdict(comparison: Comparison) -> Iterator[str]:
-    """Which policy wins on each chip; plain decoding where nothing gains."""
+    """A sentence per chip on which policy wins there; plain decoding wins if no policy gains."""
     for chip, reports in comparison.items():
         # With several outputs at once, plain decoding means plain batching.
         gains: dict[str, float] = {"plain decoding": 1.0}

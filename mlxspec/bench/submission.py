@@ -1,8 +1,8 @@
-"""Bench reports that users submit: their content, the issue that carries one, and their files.
+"""Bench reports that users submit: their content, the GitHub issue that carries one, their files.
 
-A report is part of the output of ``mlxspec bench --json``, plus the cost curves. These models alone
-protect the repository from what strangers submit. So every string in a report is one of a fixed set
-or has only plain characters, and every number has bounds.
+A report is part of the output of ``mlxspec bench --json``, plus the cost curves. Only the pydantic
+models in this file protect the repository from what strangers submit. So every string in a report
+is one of a fixed set or has only plain characters, and every number has bounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Count = Annotated[int, Field(ge=0, le=10**15)]
 _Figure = Annotated[
     float,
     Field(ge=0, le=1e9, allow_inf_nan=False),
-    AfterValidator(lambda value: float(f"{value:.3g}")),  # more is noise
+    AfterValidator(lambda value: float(f"{value:.3g}")),  # further digits are noise
 ]
 _Rows = Annotated[int, Field(ge=1, le=WIDEST)]
 _FEW = Field(min_length=1, max_length=_MOST_ENTRIES)
@@ -79,7 +79,7 @@ class Model(_Part):
 
     @property
     def label(self) -> str:
-        """Its name, or its kind and size if it has none."""
+        """The model's name, or its type and size if it has no name."""
         return self.name or f"{self.type}, {self.parameters / 1e9:.2g} B parameters"
 
 
@@ -103,11 +103,11 @@ class Curve(_Part):
     """T(M)/T(1) after a context, as ``mlxspec calibrate`` measures it.
 
     Attributes:
-        context: its length in tokens.
+        context: the context's length in tokens.
         plain_ms: T(1) in milliseconds.
         rows: M, ascending from 1.
         cost: T(M)/T(1).
-        error: half of each cost's relative 95 % interval.
+        error: for each cost, half the width of its 95 % interval, relative to the cost.
         split_attention: whether splitting the attention of wide drafts was faster.
     """
 
@@ -179,7 +179,7 @@ class BenchReport(_Part):
 
     @property
     def chip(self) -> str:
-        """The chip as :func:`mlxspec.drafting.chips.known_chip` finds it."""
+        """The chip's name, by which :func:`mlxspec.drafting.chips.known_chip` finds it."""
         name = self.machine.chip.removeprefix("Apple ")
         return name if self.machine.device == "gpu" else f"{name} CPU"
 
@@ -205,7 +205,10 @@ def read(text: str | bytes) -> BenchReport:
 
 
 def _public_machine(machine: dict[str, Any]) -> dict[str, Any]:
-    """The facts without names that users may have chosen: of libraries, builds and settings."""
+    """The facts about the machine, without names that users may have chosen.
+
+    Such names can be in the names of libraries, in versions and in settings.
+    """
     settings = machine.get("mlx_settings", "").split(",")
     public = {
         **machine,
@@ -226,7 +229,8 @@ def _public_machine(machine: dict[str, Any]) -> dict[str, Any]:
 def issue_url(report: BenchReport) -> str:
     """The address of the issue form, with the report filled in.
 
-    GitHub refuses long addresses; then the report is left out, and the user pastes it.
+    GitHub refuses long addresses. If this one would be too long, it leaves out the report, which
+    the user then pastes into the form.
     """
     title = f"Report: {report.chip}, {report.machine.memory_gb} GB, {report.model.label}"
     empty = f"{REPORT_FORM}&title={quote(title)}"
@@ -239,9 +243,9 @@ def issue_url(report: BenchReport) -> str:
 
 
 def filed_reports(directory: Path) -> list[tuple[date, int, BenchReport]]:
-    """All reports under a directory, newest first; raises as :func:`read`.
+    """The reports in a directory's files ``CHIP/DATE-ISSUE.json``, newest first.
 
-    Each report, a file ``CHIP/DATE-ISSUE.json``, comes with its date and issue number.
+    Each comes with its date and the number of its issue. Raises the errors of :func:`read`.
     """
     found = []
     for path in directory.glob("*/*.json"):

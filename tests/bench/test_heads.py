@@ -48,7 +48,7 @@ def test_a_curve_is_read_from_its_text() -> None:
     ],
 )
 def test_another_text_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match=r"--head-curve .*: give, as in \.76,"):
+    with pytest.raises(OptionError, match=r"--head-curve .*: write it like \.76,"):
         parse_head_curve(text)
 
 

@@ -87,7 +87,7 @@ def test_any_other_file_is_one_prompt_with_its_blank_lines(tmp_path: Path) -> No
         ('{"prompt": 3}', "must have a text"),
         ('{"turns": []}', "must have a text"),
         ('{"turns": "abc"}', "must have a text"),
-        ('{"messages": [{"role": "user"}]}', '"messages" have no question'),
+        ('{"messages": [{"role": "user"}]}', '"messages" contains no question'),
         ('{"messages": [{"role": "user", "content": 3}]}', '"content"'),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "no question"),
     ],

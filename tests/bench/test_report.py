@@ -86,7 +86,7 @@ def test_one_wrong_output_takes_its_category_s_speedup_and_that_over_all() -> No
     (line,) = result["wrong"]
     assert line == (
         "wrong differs from plain decoding on prompt 2 (talk) at token 3: "
-        "the tokens are 2.5 apart, rounding explains 0.0001"
+        "the gap is 2.5, but rounding explains only 0.0001"
     )
     assert "90" not in verdict(result)
 
@@ -131,6 +131,6 @@ def test_figures_of_restless_runs_are_called_rough() -> None:
     restless = report(measured({"plain": [10, 20, 10], "fast": [20, 60, 20]}))
     # Ratios run by run: 2, 3 and 2.
     assert restless["rough"] == (
-        "The figures are rough: the turns of a decoder on a prompt differ by 50%."
+        "The figures are rough: a decoder's runs on the same prompt differ by 50%."
     )
     assert report(measured({"plain": [10, 30], "fast": [20, 60]}))["rough"] is None
