@@ -1,4 +1,4 @@
-"""Kept answers: the settings for keeping them, and a SQLite database with a row for each."""
+"""Kept answers: the settings for keeping them, and a SQLite database with a row per answer."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class TokenizerIdentity:
 
     Attributes:
         name: a model's name without its path, for display.
-        vocab_size: all ids are below it.
+        vocab_size: all token ids are below it.
         fingerprint: the SHA-256 of the vocabulary, 32 bytes. It is equal for tokenizers whose ids
-            mean the same, even if they split texts differently. A store with texts that were split
-            differently is still correct, if less useful.
+            mean the same, even if they split texts differently. A store of texts that another such
+            tokenizer has split is still correct, but less useful.
     """
 
     name: str
@@ -55,7 +55,8 @@ def identify(tokenizer: Any) -> TokenizerIdentity:
     """The identity of a tokenizer, from its whole vocabulary, including added tokens.
 
     Args:
-        tokenizer: one of mlx-lm, transformers or tokenizers, or any with ``get_vocab``.
+        tokenizer: a tokenizer of mlx-lm, transformers or tokenizers, or any object with
+            ``get_vocab``.
     """
     vocabulary = sorted((index, token) for token, index in tokenizer.get_vocab().items())
     name = _short_name(getattr(tokenizer, "name_or_path", None) or "") or "unnamed"
@@ -65,7 +66,7 @@ def identify(tokenizer: Any) -> TokenizerIdentity:
 
 
 def _short_name(path: str) -> str:
-    """``owner/name`` for a copy from the Hub; for other absolute paths, the last part."""
+    """``owner/name`` for a copy from the Hub, and the last part of any other absolute path."""
     if snapshot := _HUB_SNAPSHOT.search(path):
         return f"{snapshot[1]}/{snapshot[2]}"
     return os.path.basename(path) if os.path.isabs(path) else path
@@ -80,7 +81,7 @@ SOURCES = ("context", "memory", "store", "prediction", "lookahead", "other")
 """Where accepted draft tokens came from."""
 
 EARNED = ("steps", "tokens", *SOURCES)
-"""The figures of a generation: its steps, its tokens, and accepted draft tokens by source."""
+"""The names of a generation's figures: steps, tokens, and accepted draft tokens by source."""
 
 DATABASE = "answers.sqlite"
 INDEX = ".index"
@@ -96,8 +97,8 @@ PRAGMA synchronous = NORMAL;
 PRAGMA temp_store = MEMORY;
 PRAGMA trusted_schema = OFF;
 """
-# Columns with figures have the prefix `earned_`. `stamp` is a random number that changes with each
-# deletion of the tokenizer's answers: an index with the same stamp belongs to the same rows.
+# Columns with figures have the prefix `earned_`. `stamp` is a random number that changes whenever
+# an answer of the tokenizer is deleted. So an index with the current stamp has no deleted answers.
 _TABLES = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS tokenizers (
@@ -123,7 +124,7 @@ INSERT INTO tokenizers (fingerprint, name, vocab_size, model) VALUES (?, ?, ?, ?
 ON CONFLICT DO UPDATE SET model = excluded.model WHERE excluded.model NOT IN ('', model)
 """
 _STAMP = "SELECT CAST(stamp AS INTEGER) FROM tokenizers WHERE id = ?"
-# Without "+", SQLite would use the index by hash, and sort the rows again for each page.
+# Without "+", SQLite would use the index over hashes, and sort the rows again for each page.
 _READ = f"""
 SELECT id, tokens, CAST(ended AS INTEGER) FROM answers
 WHERE +tokenizer = ? AND id > ? AND typeof(tokens) = 'blob' AND length(tokens) % 4 = 0
@@ -146,7 +147,7 @@ SELECT date(ended, 'unixepoch', 'localtime') AS day, count(*),
     {", ".join(f"sum(earned_{name})" for name in EARNED)}
 FROM answers WHERE tokenizer = ? GROUP BY day ORDER BY day
 """
-# Deletes all but the newest answers, up to a number of tokens.
+# Deletes the oldest answers, so that the others have at most a given number of tokens.
 _EVICT = """
 DELETE FROM answers WHERE id IN (SELECT id FROM (
     SELECT id, sum(length(tokens) / 4 + 1) OVER (ORDER BY ended DESC, id DESC) AS total
@@ -187,7 +188,7 @@ class KeptAnswers:
 
         Args:
             text: the bytes of its tokens, as int32.
-            earned: figures by the names of EARNED.
+            earned: the figures of its generation, by the names in EARNED.
 
         Returns:
             the number of the answer's row.
@@ -224,9 +225,9 @@ class KeptAnswers:
         return bool(self._run(_EVICT, self._tokenizer, most))
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Delete answers and the index files, so that no file keeps their text.
+        """Delete answers, and the index files, so that no file keeps the answers' text.
 
-        Other processes drop them when they next add an answer.
+        Other processes drop the answers from their memory when they next add one.
 
         Raises:
             FileError: they cannot be deleted, or another process keeps the database busy.
@@ -242,10 +243,10 @@ class KeptAnswers:
             raise FileError("another process is reading the kept answers; run the command again")
 
     def count(self) -> dict[str, Any]:
-        """Count the "texts", their "tokens", and their "bytes", including index files.
+        """The number of "texts", of their "tokens", and of their "bytes" with the index file.
 
         "oldest" and "newest" are the times when the first and the last answer ended, in seconds
-        since 1970, or None.
+        since 1970. They are None if there is no answer.
         """
         ((texts, tokens, oldest, newest),) = self._run(_COUNT, self._tokenizer)
         size = 4 * tokens
@@ -267,12 +268,12 @@ class KeptAnswers:
 
     @property
     def index_file(self) -> Path | None:
-        """The file with the searchable index of this tokenizer's answers."""
+        """The file with the index of this tokenizer's answers; None without a directory."""
         return self.directory / f"{self.identity.key}{INDEX}" if self.directory else None
 
     @contextmanager
     def locked(self) -> Iterator[int]:
-        """Keep other processes from changing answers while the body runs; yields the stamp."""
+        """Keep other processes from changing answers during the ``with`` block; yield the stamp."""
         with _errors_of(self.directory), self._db:
             self._db.execute("BEGIN IMMEDIATE")
             yield self.stamp()
@@ -298,7 +299,10 @@ def kept_answers(directory: Path) -> list[KeptAnswers]:
 
 
 def connect(directory: Path | None) -> sqlite3.Connection:
-    """Open the database in a directory, which is created if missing; None makes one in memory.
+    """Open the database in a directory, which is created if missing.
+
+    Args:
+        directory: the directory; None makes a database in memory.
 
     Raises:
         FileError: the database cannot be made or opened, or another version of mlxspec made it.
@@ -338,7 +342,7 @@ def _errors_of(directory: Path | None) -> Iterator[None]:
 # --- settings ---
 
 ENVIRONMENT_VARIABLE = "MLXSPEC_DATA_DIR"
-"""The environment variable that names another data directory."""
+"""The environment variable that names a directory to use instead of the user's data directory."""
 
 SWITCH = "MLXSPEC_MEMORY"
 """The environment variable that overrides the user's settings: "on", "off", or a directory."""
@@ -351,9 +355,9 @@ class Settings:
     """Which answers are kept, and how many.
 
     Attributes:
-        everything: whether answers are kept with every tokenizer.
-        tokenizers: keys of the tokenizers that are exceptions to ``everything``.
-        max_tokens: how many tokens to keep per tokenizer.
+        everything: whether the answers of every tokenizer are kept.
+        tokenizers: the keys of the tokenizers that are exceptions to ``everything``.
+        max_tokens: the most tokens to keep per tokenizer.
     """
 
     everything: bool = False
@@ -362,7 +366,7 @@ class Settings:
 
     @property
     def keeps_some(self) -> bool:
-        """Whether answers are kept with any tokenizer."""
+        """Whether the answers of any tokenizer are kept."""
         return self.everything or bool(self.tokenizers)
 
     def keeps(self, identity: TokenizerIdentity) -> bool:
@@ -370,14 +374,14 @@ class Settings:
         return (identity.key in self.tokenizers) != self.everything
 
     def with_tokenizer(self, identity: TokenizerIdentity, keeps: bool) -> Settings:
-        """The settings that keep, or do not keep, answers of one tokenizer."""
+        """These settings, changed to keep or not to keep the answers of one tokenizer."""
         if self.keeps(identity) == keeps:
             return self
         return replace(self, tokenizers=self.tokenizers ^ {identity.key})
 
 
 def memory_directory() -> Path:
-    """The directory of the answers and the settings.
+    """The directory of the kept answers and their settings.
 
     Raises:
         OptionError: an environment variable does not name a valid directory.
@@ -393,7 +397,7 @@ def memory_directory() -> Path:
 
 
 def data_directory() -> Path:
-    """The directory of all data kept between runs, by default the user's data directory."""
+    """The directory of all data kept between runs. The default is mlxspec's own in the user's data."""
     return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_data_path("mlxspec")
 
 
@@ -410,7 +414,7 @@ def load_settings() -> Settings:
         match load_json(path.read_bytes()):
             case {"everything": bool(on), "except": list(names), "max_tokens": int(n)} if n > 0:
                 return Settings(on, frozenset(map(str, names)), n)
-    raise FileError(f"{path}: cannot be read; remove it, and set it again with `mlxspec memory`")
+    raise FileError(f"{path}: cannot be read; remove it, and use `mlxspec memory` to set it again")
 
 
 def settings_in_force() -> Settings:

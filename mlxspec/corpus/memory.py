@@ -1,10 +1,10 @@
 """The memory of earlier answers, from which all generations of a process draft.
 
-The answers are rows of a database (:mod:`answers`). Look-ups search two indexes derived from it: a
-suffix index of the newest answers, and a sorted segment of all others. When there are many new
-answers, they are sorted and merged into the segment. For kept answers, the segment is a file next
-to the database. The file may be deleted at any time, and is then rebuilt from the rows, as after
-every deletion of an answer.
+The answers are rows of a database (:mod:`answers`). Look-ups search two indexes of these rows: a
+suffix index of the newest answers, and a suffix array of all others, the segment. When there are
+many new answers, they are sorted and merged into the segment. For kept answers, the segment is a
+file next to the database. It is rebuilt from the rows after an answer was deleted, or if the file
+is missing.
 """
 
 from __future__ import annotations
@@ -46,20 +46,22 @@ from .suffix_index import (
 _log = logging.getLogger(__name__)
 
 MAX_TOKENS = 1 << 20
-"""The default size, in tokens, of a memory without kept answers; they take 13 MB."""
+"""The default size, in tokens, of a memory without kept answers. So many tokens take 13 MB."""
 
 LIVE_TOKENS, MOST_LIVE_TOKENS = 1 << 14, 1 << 18
-"""The newest answers are sorted once they have a sixteenth of all tokens, within these bounds."""
+"""Bounds of the number of tokens at which the newest answers are sorted, and so leave the suffix
+index. Between them, the number is a sixteenth of the sorted tokens.
+"""
 
 LEADING_TOKENS = 8
 """The number of a prompt's last tokens by which an answer's opening is found; see "Openings" in
 notes/planner.md.
 """
 
-_SORTED_TOKENS = 1 << 20  # sorted at once, with 90 bytes per token
+_SORTED_TOKENS = 1 << 20  # sorted at once, which takes 90 bytes per token
 _PIECE = 1 << 18  # tokens copied at a time
 _INDEXED_TOKENS = 256  # indexed at a time; between batches, other threads can run
-_EXIT_SECONDS = 5.0  # to wait for the thread when the process ends
+_EXIT_SECONDS = 5.0  # the longest wait for the thread when the process ends
 
 _IN_MEMORY = TokenizerIdentity("any", MAX_VOCABULARY, b"")
 
@@ -71,18 +73,18 @@ class Memory:
     made in any thread, even by a finaliser that interrupts a method of the memory.
 
     A memory changes only the speed of generations, never their output. If the disk fails, it logs a
-    warning, and remembers answers in the process alone. Several decoders of one tokenizer may share
-    it. Equal answers are remembered once. A full memory drops the answers that were least recently
-    given.
+    warning, and from then on remembers answers only until the process ends. Several decoders may
+    share a memory if they have the same tokenizer. Equal answers are remembered once. A full memory
+    drops the answers that were given longest ago.
 
     Args:
-        max_tokens: how many tokens to remember, 0 for none. By default KEPT_TOKENS with ``kept``,
-            and MAX_TOKENS without.
-        kept: the database that keeps the answers; the memory closes it. Without it, they are lost
-            when the process ends.
+        max_tokens: how many tokens to remember, 0 for none. The default is KEPT_TOKENS with
+            ``kept``, and MAX_TOKENS without.
+        kept: the database that keeps the answers, which the memory closes. Without one, answers are
+            lost when the process ends.
 
     Attributes:
-        kept: as passed; do not call its methods.
+        kept: the database. Do not call its methods, as the memory's thread uses it.
 
     Raises:
         OptionError: ``max_tokens`` is negative or not a whole number.
@@ -113,10 +115,10 @@ class Memory:
         """A memory on disk, which several processes may open at once.
 
         Args:
-            directory: the directory with the answers of all tokenizers. Commands use it if the
-                environment variable MLXSPEC_MEMORY names it.
+            directory: the directory with the answers of all tokenizers. The command ``mlxspec``
+                uses it, too, if the environment variable MLXSPEC_MEMORY names it.
             tokenizer: the tokenizer of the answers.
-            max_tokens: how many tokens to keep.
+            max_tokens: the most tokens to keep.
 
         Raises:
             OptionError: as for the class.
@@ -146,7 +148,7 @@ class Memory:
 
         Args:
             output: the answer's tokens. If there are too many, only the last are remembered.
-            earned: the figures of its generation, by the names of :data:`EARNED`.
+            earned: the figures of its generation, by the names in :data:`EARNED`.
             prompt: the prompt's tokens. While the answer is among the newest, its opening is
                 drafted after prompts with the same last eight tokens. The prompt is not kept.
 
@@ -161,12 +163,13 @@ class Memory:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the indexes in memory; index files are mapped, and not counted."""
+        """The bytes of the indexes in memory, not counting index files, which are mapped."""
         return sum(index.nbytes for index in self._worker.searched)
 
     def refresh(self) -> None:
-        """Queue an update: index answers that other processes have kept, and drop those forgotten
-        there.
+        """Queue an update from the database.
+
+        It indexes the answers that other processes have added, and drops those that they deleted.
         """
         if self.kept:
             self._worker.requests.put(self._worker.refresh)
@@ -183,11 +186,11 @@ class Memory:
             pass
 
     def close(self, patience: float | None = None) -> None:
-        """Keep everything that was added, and remember nothing more.
+        """Finish keeping what was added. Answers that are added later are not remembered.
 
         Args:
-            patience: the most seconds to spend on sorting; None sorts to the end. The next process
-                that opens the directory sorts the rest.
+            patience: the most seconds to spend on sorting; None for no limit. What is not sorted
+                by then, the next process that opens the directory sorts.
         """
         self._worker.requests.put(None)
         self._thread.join(patience)
@@ -201,7 +204,7 @@ _open: weakref.WeakSet[Memory] = weakref.WeakSet()
 
 @atexit.register
 def _stop_all() -> None:
-    """Keep the last additions before the process ends."""
+    """Keep the answers that were added last, before the process ends."""
     for memory in [*_open]:
         memory.close(patience=0)
 
@@ -221,7 +224,7 @@ class _MemoryWorker:
         self.hurries = False
         self._answers = answers
         self._max_tokens = max_tokens
-        self._prompts: dict[int, Sequence[int]] = {}  # their last tokens, by the answers' rows
+        self._prompts: dict[int, Sequence[int]] = {}  # prompts' last tokens, by the answers' rows
         self._start_over()
 
     def run(self) -> None:
@@ -245,12 +248,12 @@ class _MemoryWorker:
             request()
 
     def _start_over(self) -> None:
-        """Index only the file's content; :meth:`refresh` adds the other rows."""
+        """Drop the indexes, and open the index file; :meth:`refresh` adds the rows it lacks."""
         self._stamp = self._answers.stamp()
         self._publish(self._open_file())
 
     def _open_file(self) -> SuffixArray:
-        """The file's sorted answers; empty if it is missing, damaged or outdated."""
+        """The sorted answers in the index file; none if it is missing, damaged or outdated."""
         if self._answers.index_file:
             with suppress(OSError, ValueError):
                 segment = SuffixArray.open(self._answers.index_file, INDEX_FORMAT)
@@ -266,7 +269,7 @@ class _MemoryWorker:
 
     @property
     def _most_live(self) -> int:
-        """The number of tokens from which the newest answers are sorted."""
+        """The number of tokens at which the newest answers are sorted."""
         most = min(max(LIVE_TOKENS, len(self._segment.tokens) // 16), MOST_LIVE_TOKENS)
         return max(1, min(most, self._max_tokens // 8))
 
@@ -316,9 +319,9 @@ class _MemoryWorker:
             time.sleep(0)  # lets drafting threads run
 
     def _sort(self) -> None:
-        """Sort the newest answers, and merge them into the others.
+        """Sort the newest answers, and merge them into the segment.
 
-        If the process ends during this, nothing changes.
+        If the process ends meanwhile, the index file stays as it was.
 
         Raises:
             ValueError, IndexError: the index is damaged or outdated.
@@ -348,7 +351,7 @@ class _MemoryWorker:
             self._publish(segment)
 
     def _let_others_run(self, piece: np.ndarray) -> np.ndarray:
-        """Pause between two pieces of long work; stop the work if the process is ending."""
+        """Let other threads run between two pieces of long work; stop it if the process ends."""
         if self.hurries:
             raise _Hurried
         time.sleep(0)
@@ -356,4 +359,4 @@ class _MemoryWorker:
 
 
 class _Hurried(Exception):
-    """The process is ending while answers are being sorted."""
+    """Raised to stop the sorting of answers because the process is ending."""

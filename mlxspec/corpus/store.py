@@ -28,19 +28,19 @@ from .suffix_index import (
 MAX_TOKENS = 50_000_000
 """The most tokens in a store; further texts are not read. Building takes 90 bytes per token."""
 
-_TEXT_CHARACTERS = 32_768  # read at a time, and then to the end of the line
+_TEXT_CHARACTERS = 32_768  # read at a time; then the rest of the line is read, too
 
 
 def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Find the named files, and the files in named directories.
+    """Find the named files, and all files in the named directories.
 
-    In directories, names that begin with a dot and anything but regular files are skipped. Links to
-    directories are not followed, so loops cannot occur. Each file is found once.
+    In directories, names that begin with a dot are skipped, and so is anything but regular files.
+    Links to directories are not followed, so loops cannot occur. Each file is found once.
 
     Raises:
         FileError: a named path does not exist, or is neither a file nor a directory.
     """
-    found: dict[Path, Path] = {}  # by their targets if they are links
+    found: dict[Path, Path] = {}  # the key is the path without links
     for path in map(Path, paths):
         if not (os.path.isfile(path) or os.path.isdir(path)) or not os.access(path, os.R_OK):
             raise FileError(f"{path}: cannot be read; name a readable file or directory")
@@ -51,15 +51,14 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 def read_texts(files: Iterable[Path], counts: Counter[str]) -> Iterator[str]:
-    """Read texts from files: the models' messages from chat logs (``.jsonl``), and other files
-    whole.
+    """Read texts from files: the model's messages of a chat log, the whole text of other files.
 
-    Long files are read in pieces of several lines.
+    Long texts are read in pieces of several lines.
 
     Args:
-        files: the files.
-        counts: counts the "files" with text, the "skipped" files that are not text, and the
-            "bad_lines" of chat logs.
+        files: the files; those with the suffix ``.jsonl`` may be chat logs.
+        counts: where to count the "files" with text, the "skipped" files, which are not text, and
+            the "bad_lines" of chat logs.
     """
     for file in files:
         try:
@@ -102,14 +101,14 @@ def _outputs(path: Path) -> Iterator[list[str] | None]:
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """The file's text in pieces, each of which ends where a line ends."""
+    """The file's text in pieces of whole lines."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         while text := file.read(_TEXT_CHARACTERS):
             yield text + file.readline(_TEXT_CHARACTERS)
 
 
 _FORMAT = "mlxspec store"
-_GLANCE = 256  # bytes of a file, enough to see its format
+_GLANCE = 256  # bytes at a file's beginning, in which its format is named
 _REMEDY = "build it again with `mlxspec store build`"
 
 
@@ -156,8 +155,8 @@ class Store:
         needed = identify(tokenizer)
         if needed.fingerprint != held.fingerprint:
             raise FileError(
-                f"{path}: holds tokens of {held}, but the model's tokenizer is {needed}; build "
-                "a store with this tokenizer with `mlxspec store build`"
+                f"{path}: holds tokens of {held}, but the model's tokenizer is {needed}; use "
+                "`mlxspec store build` to build a store for this model"
             )
 
     @property
@@ -185,12 +184,12 @@ class Store:
         """Find the tokens after occurrences of the context's last tokens.
 
         Args:
-            tail: the context's last tokens; 64 are compared.
+            tail: the context's last tokens; up to 64 are compared.
             limit: the most excerpts to return.
             depth: the most tokens of an excerpt.
 
         Returns:
-            the excerpts, leaving out damaged ones.
+            the excerpts, without those from damaged parts of the file.
         """
         return excerpts([self.index], tail, limit, depth, self.identity.vocab_size)
 

@@ -26,19 +26,20 @@ SEPARATOR = -1
 """Separates the texts of an index. It is not a token id, so drafts never cross it."""
 
 MAX_LENGTH = 64
-"""The most tokens over which matches are measured."""
+"""The greatest length of a match: longer ones count as this long."""
 
 MOST_BYTES = 84
 """The most bytes per token that a large index takes."""
 
 # Where these come from: notes/planner.md, "Constants".
-_SIZES = (8, 4, 2, 1)  # the n-grams that index positions, longest first
+_SIZES = (8, 4, 2, 1)  # of the n-grams by which positions are indexed, longest first
 _MAX_OCCURRENCES = 8  # looked up per n-gram
 _MAX_LINKS = 32  # followed per n-gram, including those of other n-grams in its bucket
 _MIN_BITS = 12  # 4096 buckets
 
-# The hash of an n-gram is a polynomial in _BASE over its tokens, the newest times _BASE itself,
-# modulo 2**28, which keeps Python's products small. Its high bits are the bucket's number.
+# The hash of an n-gram is a polynomial in _BASE, modulo 2**28, which keeps Python's products small.
+# Its coefficients are the tokens; the newest is that of _BASE itself. The hash's high bits are the
+# number of its bucket.
 _HASH_BITS = 28
 _WORD = (1 << _HASH_BITS) - 1
 _BASE = 0x9E3779B
@@ -61,8 +62,8 @@ class SuffixIndex:
 
     Every position is indexed by the 8-, 4-, 2- and 1-gram before it, in hash chains as in Deflate
     (RFC 1951, section 4). For each n-gram size, a table holds the newest position of each bucket,
-    and each position has a link to the next older one. This takes 36 to MOST_BYTES bytes per token
-    for any text, and the time to add a token does not depend on the text's length.
+    and each position has a link to the next older one in its bucket. This takes 36 to MOST_BYTES
+    bytes per token for any text. The time to add a token does not depend on the text's length.
 
     Args:
         tokens: the initial text.
@@ -100,24 +101,24 @@ class SuffixIndex:
             self._hashes[size] = value
 
     def occurrences(self) -> list[Occurrence]:
-        """Earlier occurrences of the text's last tokens, in the form of :meth:`matches`."""
+        """Earlier occurrences of the text's last tokens, as :meth:`matches` returns them."""
         return self.matches(self.tokens[-MAX_LENGTH:], sys.maxsize)
 
     def matches(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
-        """Find where the last tokens of this text or another occur.
+        """Find where in this text some tokens occur: the last ones of this text, or of another.
 
-        The newest eight places are looked up for each n-gram size; for single tokens, only if
+        For each n-gram size, the newest eight places are looked up; for single tokens, only if the
         longer n-grams have fewer than eight. Another thread may extend the index at the same time;
         its additions may or may not be found.
 
         Args:
-            tail: the text's last tokens. At most MAX_LENGTH count, and only those after a
-                SEPARATOR.
+            tail: the tokens to find. At most the last MAX_LENGTH are compared, and only those after
+                the last SEPARATOR.
             limit: the most occurrences to return.
 
         Returns:
-            the occurrences that are followed by a token, the longest matches first, then the
-            newest.
+            the occurrences that are followed by a token. The longest matches come first; of equally
+            long ones, the newest.
         """
         text, recent = self.tokens, _backwards(tail)
         end, whole = len(text), len(recent)
@@ -172,8 +173,8 @@ def _matched(text: Sequence[int], place: int, recent: list[int]) -> int:
 def _ngram_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
     """The hash of the ``size``-gram that ends with each token, (tokens,) of int64.
 
-    Before the text, zeros are assumed. ``size`` is a power of two: a hash combines those of its two
-    halves.
+    Before the text, zeros are assumed. ``size`` must be a power of two, since an n-gram's hash is
+    computed from those of its two halves.
     """
     # Arithmetic modulo 2**64 is also correct modulo 2**28.
     hashes = tokens * np.uint64(_BASE)
@@ -187,8 +188,9 @@ def _ngram_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
 
 
 def _hash_chains(buckets: np.ndarray, bits: int) -> tuple[array[int], array[int]]:
-    """The last position in each bucket, and the position before each position in its bucket; 0 if
-    none.
+    """The last position in each bucket, and for each position the one before it in its bucket.
+
+    Either is 0 if there is none.
     """
     order = np.argsort(buckets, kind="stable")
     same = np.diff(buckets[order]) == 0
@@ -204,7 +206,7 @@ MAX_VOCABULARY = (1 << 31) - 1
 """All token ids are below it."""
 TOKEN_BYTES = 4
 
-_SHORT = 8  # tokens: fast to compare, and few places match in all of them
+_SHORT = 8  # tokens compared first; few places match in all of them, and only these are compared on
 _CHUNK = 1 << 16  # places merged at a time
 _HEADER = 1 << 12  # bytes of a file before its arrays
 _SEPARATOR_BYTES = np.int32(SEPARATOR).tobytes()
@@ -215,15 +217,15 @@ class SuffixArray:
 
     A place is between two tokens of a text. Its number is the position of the token after it.
     Places are sorted by the tokens before them, read backwards, so this is the suffix array of the
-    reversed texts. Nothing needs to be loaded: a look-up reads a few dozen numbers of each array.
+    reversed texts. A file need not be loaded: a look-up reads a few dozen numbers of each array.
 
     A file begins with a line of JSON that has the lengths of both arrays. The arrays follow as
     little-endian int32, and then the CRC-32 of all this.
 
     Args:
         tokens: (n,) of int32, with a SEPARATOR after each text.
-        order: (places,) of int32, from 1 to n - 1, sorted by :func:`sorted_places`. In a wrong
-            order, matches are missed, or places are found that do not match.
+        order: (places,) of int32, from 1 to n - 1, sorted by :func:`sorted_places`. If the order is
+            wrong, matches are missed, or places are found that do not match.
 
     Attributes:
         header: the JSON, if the array is in a file.
@@ -282,14 +284,14 @@ class SuffixArray:
         return self.tokens.nbytes + self.order.nbytes if self.file is None else 0
 
     def matches(self, tail: Sequence[int], limit: int) -> list[tuple[int, int]]:
-        """Find up to ``limit`` places, the longest matches first, then the newest.
+        """Find up to ``limit`` places, the longest matches first; of equal ones, the newest.
 
-        They are neighbours of the slot where a place with this context would be. If too many match
-        equally long, the choice among them depends on the ids of earlier tokens, and is arbitrary.
+        They are the neighbours of the slot in ``order`` where a place with this context would be.
+        If more than ``limit`` places match equally well, it is arbitrary which of them are found.
 
         Args:
-            tail: the context's last tokens. At most MAX_LENGTH count, and only those after a
-                SEPARATOR.
+            tail: the context's last tokens. At most MAX_LENGTH are compared, and only those after
+                the last SEPARATOR.
             limit: the most places to return.
 
         Returns:
@@ -322,13 +324,13 @@ class SuffixArray:
         return sorted(found, reverse=True)
 
     def _length(self, slot: int, recent: list[int]) -> int:
-        """How many of the tokens before a slot's place match."""
+        """How many tokens before the place in a slot of ``order`` match; 0 if there is no slot."""
         inside = 0 <= slot < len(self._order)
         return _matched(self._tokens, self._order[slot], recent) if inside else 0
 
 
 def merged_order(old: SuffixArray, new: SuffixArray) -> Iterator[np.ndarray]:
-    """Merge the orders of two arrays; the second's tokens follow the first's.
+    """Merge the orders of two arrays into that of their joined tokens, the old ones first.
 
     Binary search finds where the new places belong in the old order, many at a time. So the time is
     proportional to the new length times the logarithm of the old one, plus one pass over the old
@@ -351,8 +353,13 @@ def merged_order(old: SuffixArray, new: SuffixArray) -> Iterator[np.ndarray]:
 def _slots_among(
     array: SuffixArray, tokens: np.ndarray, places: np.ndarray, least: int
 ) -> np.ndarray:
-    """The slots of ``array``, from ``least`` on, before which sorted ``places`` of ``tokens``
-    belong.
+    """The slots of ``array`` before which to insert ``places`` of other tokens.
+
+    Args:
+        array: the array into whose order they are inserted.
+        tokens: the other tokens.
+        places: their places, sorted.
+        least: the first slot that is possible for any of them.
     """
     low = np.full(len(places), least, np.int64)
     high = np.full(len(places), len(array.order), np.int64)
@@ -374,7 +381,7 @@ def _slots_among(
 
 
 def encode_texts(tokens: Sequence[int], vocab_size: int) -> list[bytes]:
-    """Turn token ids into texts: bytes of int32, which can be compared and hashed.
+    """Turn token ids into texts, each given as the bytes of its ids as int32.
 
     Ids beyond the vocabulary, which a model with a padded output layer may emit, split a text.
     Texts of one token are dropped, since look-ups cannot use them.
@@ -434,7 +441,7 @@ def sorted_places(tokens: np.ndarray) -> np.ndarray:
 
 
 def _starts(keys: np.ndarray) -> np.ndarray:
-    """Mark the first of equal keys."""
+    """Mark the first of each run of equal keys."""
     starts = np.ones(len(keys), bool)
     starts[1:] = keys[1:] != keys[:-1]
     return starts
@@ -463,28 +470,28 @@ def write_index(
 
 
 EXCERPT_TOKENS = 48
-"""The most tokens of an excerpt; drafts are no deeper."""
+"""The most tokens of an excerpt, and so of a draft from it."""
 
 _LENGTH, _POSITION = itemgetter(0), itemgetter(1)
 
 Excerpts = tuple[list[int], list[Occurrence]]
-"""Excerpts from other texts, each from where a text's end occurred: their tokens, with a SEPARATOR
-after each excerpt, and the occurrences, the longest match first. An occurrence's ``position`` is
-where its excerpt begins among the tokens.
+"""What followed a context's last tokens in other texts: the tokens of all excerpts, with a
+SEPARATOR after each, and an :class:`Occurrence` per excerpt, the longest match first. Its
+``position`` is where the excerpt begins among these tokens.
 """
 
 
 def excerpts(
     indexes: Iterable[Any], tail: Sequence[int], limit: int, depth: int, vocab_size: int
 ) -> Excerpts:
-    """Look up a context in several indexes; positions and tokens out of range are skipped.
+    """Look up a context in several indexes. Excerpts with tokens out of range are skipped.
 
     Args:
         indexes: suffix indexes and suffix arrays, the newest first.
         tail: the context's last tokens.
         limit: the most excerpts to return.
         depth: the most tokens of an excerpt.
-        vocab_size: all ids must be below it.
+        vocab_size: token ids are in range if they are below it.
     """
     found: list[tuple[int, int, Any]] = []
     for one in indexes:
@@ -524,7 +531,7 @@ def continuations(
     occurrences: list[Occurrence],
     path: Sequence[int],
 ) -> list[Continuation]:
-    """Group occurrences by the token that follows a path drafted from them.
+    """Group occurrences by the token that comes after a drafted path in each of them.
 
     Args:
         text: the indexed text.
@@ -533,8 +540,8 @@ def continuations(
 
     Returns:
         the distinct next tokens, best first: by longest match, then number of occurrences, then
-        recency. An occurrence that reaches the text's end continues with the path itself, so loops
-        can be drafted to any length.
+        recency. An occurrence that reaches the text's end continues with the path itself, so that
+        repetitions can be drafted to any length.
     """
     depth, end = len(path), len(text)
     groups: dict[int, list[Occurrence]] = {}
