@@ -1,6 +1,7 @@
-"""Chat templates: applies a model's own, or makes one for a SentencePiece model's pieces.
+"""Applies a model's own chat template, or makes one from the pieces of a SentencePiece model.
 
-A chat template is a program by the model's author, from which Jinja's sandbox protects the machine.
+A chat template is a program by the model's author. It runs in Jinja's sandbox, which protects the
+machine from it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ Message = Mapping[str, Any]
 """A turn of a conversation."""
 
 Messages = list[dict[str, Any]]
-"""A conversation for a chat template: turns with "role", "content", and other keys that it uses."""
+"""A conversation: turns with "role", "content", and other keys that the chat template uses."""
 
 
 def reserved_arguments() -> set[str]:
-    """The names of arguments of :func:`apply_template` and ``apply_chat_template``.
+    """The names that a template's own variables cannot have.
 
-    A template cannot receive variables with these names. One of them replaces the template itself.
+    They are those of the arguments of :func:`apply_template` and ``apply_chat_template``. One of
+    these arguments would even replace the template.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -58,12 +60,12 @@ NOT_A_PROMPT = {*("conversation", "messages", "return_dict", "return_tensors", "
 def conversation_ids(
     tokenizer: TokenizerWrapper, messages: Sequence[Message], how: Mapping[str, Any]
 ) -> list[int]:
-    """The prompt for the model's next turn, or for the rest of its unfinished turn.
+    """The prompt for the model's next turn, or for the rest of its unfinished turn, as token ids.
 
     Args:
         tokenizer: the model's tokenizer.
-        messages: the conversation. Each has a "role", a "content", and other keys that the template
-            uses. A trailing assistant message is continued.
+        messages: the conversation. Each message has a "role", a "content", and other keys that the
+            template uses. If the last message is the assistant's, the model continues it.
         how: further arguments: "tools", or the template's own, such as "enable_thinking".
 
     Raises:
@@ -102,17 +104,18 @@ def _is_message(message: object) -> bool:
 
 # --- the template of Mistral's instruct models ---
 
-# A space after a piece's name belongs to the piece (SentencePiece puts one before every text). So
-# spaces at the start of a turn's text are kept.
+# SentencePiece puts a space before every text. In the template, this is the space after a piece's
+# name. Spaces at the start of a turn's own text come after it, and are kept.
 _TEMPLATE = Path(__file__).with_name("mistral.jinja")
 
 
 def instruct_template(control: Collection[str], user_defined: Collection[str]) -> str | None:
     """The Jinja template for a model with these pieces; None if they show no instruct format.
 
-    ``[INST]`` as a control piece is Mistral's format from version 2 on: ``[INST] text[/INST]``,
-    with the system prompt before the last question or, from version 7 on, between its own pieces.
-    As a user-defined piece, it is plain text of the form ``[INST] text [/INST]``.
+    If ``[INST]`` is a control piece, the format is Mistral's from version 2 on:
+    ``[INST] text[/INST]``. The system prompt comes before the last question or, from version 7 on,
+    between two pieces of its own. If ``[INST]`` is a user-defined piece, the format is
+    ``[INST] text [/INST]``.
     """
     if {"[INST]", "[/INST]"}.issubset(control):
         close = "[/INST]"

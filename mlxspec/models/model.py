@@ -58,13 +58,13 @@ def load(
         lazy: leave the weights on disk until they are used.
         return_config: also return the model's settings.
         revision: branch, tag or commit of the repository.
-        trust_remote_code: accepted for compatibility with mlx-lm, here and in ``tokenizer_config``.
-            A model that needs such code is still refused.
+        trust_remote_code: has no effect, here or in ``tokenizer_config``; mlx-lm has this argument.
+            A model that needs code from its repository is refused.
 
     Returns:
         The model, mlx-lm's tokenizer wrapper, and the settings if ``return_config``. With this
-        tokenizer, decoders keep all spaces of an output. mlx-lm's functions, and those that replace
-        them, drop the first one.
+        tokenizer, decoders keep all spaces of an output. mlx-lm's functions, and mlxspec's
+        replacements for them, drop a space at its start.
 
     Raises:
         LoadError: a file is missing, damaged or not supported; the message says how to fix it.
@@ -96,7 +96,7 @@ def load_lazily(
     Args:
         directory: the model's directory.
         config: the settings, from :func:`read_config`.
-        changes: settings that override them.
+        changes: settings that override those in ``config``.
 
     Raises:
         LoadError: a file is missing, damaged or not supported.
@@ -173,12 +173,12 @@ OnRead = Callable[[int], object]
 
 
 def evaluate(model: nn.Module, source: str | Path, on_read: OnRead = lambda nbytes: None) -> None:
-    """Read the weights one by one, so that memory never holds all of them twice.
+    """Read the weights one array at a time, so that memory never holds all of them twice.
 
     Args:
         model: the model, loaded lazily.
-        source: the name of its files in errors.
-        on_read: called with the number of bytes of each array after it is read.
+        source: the path or name of the model, for errors.
+        on_read: called after each array is read, with the array's number of bytes.
 
     Raises:
         LoadError: the weights cannot be read.
@@ -192,9 +192,10 @@ def evaluate(model: nn.Module, source: str | Path, on_read: OnRead = lambda nbyt
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """The ids of a prompt, with BOS unless ``text`` starts with its name, as in mlx-lm.
+    """The token ids of a prompt, as in mlx-lm.
 
-    An empty text gives only BOS, or nothing if the tokenizer has no BOS.
+    BOS is added, unless ``text`` starts with the name of that token. An empty text gives only BOS,
+    or no ids if the tokenizer has no BOS.
     """
     bos = tokenizer.bos_token
     has_bos = bos is not None and text.startswith(bos)

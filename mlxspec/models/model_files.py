@@ -61,12 +61,12 @@ def find_directory(
 
 
 def local_path(name: str | os.PathLike[str]) -> Path:
-    """A name as a path, with ``~`` expanded if that user has a home directory."""
+    """A name as a path, with ``~`` and ``~USER`` expanded if that user has a home directory."""
     return Path(os.path.expanduser(name))
 
 
 def absolute_name(name: str) -> str:
-    """A model's name, valid from every directory: an existing path becomes absolute."""
+    """A model's name in a form that is valid from every directory: existing paths are absolute."""
     path = local_path(name)
     return os.path.abspath(path) if name != DEMO and path.exists() else name
 
@@ -83,8 +83,9 @@ def is_repository_name(name: str) -> bool:
 
 
 def hub_repository(name: str) -> tuple[str, str | None]:
-    """The repository and revision in the address of a Hub page; for other names, ``name``
-    itself.
+    """The repository and the revision in the address of a Hub page.
+
+    For a name that is not such an address, the name itself and None.
     """
     url = _HUB_URL.fullmatch(name)
     return (url["repository"], url["revision"]) if url else (name, None)
@@ -96,7 +97,7 @@ def download(repository: str, revision: str | None, *, weights: Collection[str])
     Args:
         repository: ``owner/name``.
         revision: branch, tag or commit; the main branch by default.
-        weights: patterns of the files with weights; without any, only the settings and the
+        weights: patterns of the files with weights. If there are none, only the settings and the
             tokenizer are downloaded.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Finds models on this machine, and whether they can run as they are, without loading them."""
+"""Finds the models on this machine, and checks, without loading them, whether they can run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ModelFiles:
 def cached_repositories() -> Iterator[tuple[str, Path]]:
     """The name and the directory of each model in the Hugging Face Hub's cache.
 
-    If several revisions are cached, the directory is that of the revision that the name loads.
+    If several revisions are cached, the directory is that of the one that the name loads.
     """
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
@@ -80,7 +80,7 @@ def lm_studio_folder() -> Path:
 
 
 def model_files(directory: Path) -> ModelFiles:
-    """Examine a model's directory."""
+    """What a model's directory contains, and whether the model can run."""
     nbytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     import mlx.core as mx
 
@@ -115,7 +115,7 @@ def _is_known(architecture: str) -> bool:
 
 
 def _in_words(config: dict[str, Any], types: Counter[str]) -> str:
-    """The bits of quantised weights, or the type of most weights."""
+    """The number of bits of quantised weights, or the type of most weights, as text."""
     quantization = config.get("quantization")
     if isinstance(quantization, dict) and "bits" in quantization:
         return f"{quantization['bits']} bits"

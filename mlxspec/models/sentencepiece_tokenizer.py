@@ -1,9 +1,9 @@
 """A tokenizer with exactly the ids of a SentencePiece ``tokenizer.model``.
 
-A tokenizer of the library ``tokenizers`` is built from the BPE model's pieces. It must agree with
-SentencePiece on texts that reveal differences; otherwise the model is refused. One difference is
-intended: the name of a control piece (``<s>``, Mistral's ``[INST]``) in a text means the piece, as
-in Mistral's own tokenizer. Plain SentencePiece splits the name.
+A tokenizer of the library ``tokenizers`` is built from the BPE model's pieces. If it differs from
+SentencePiece on texts chosen to reveal differences, the model is refused. One difference is
+intended: the name of a control piece in a text (``<s>`` or Mistral's ``[INST]``) becomes that
+piece, as in Mistral's own tokenizer. Plain SentencePiece splits the name.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def build_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     The only special token that it adds to texts is BOS, never EOS.
 
     Returns:
-        the tokenizer, and its ``tokenizer_config.json``. It names BOS and EOS, and has a chat
-        template if the pieces show an instruct format. It leaves out the unknown piece: unlike
-        SentencePiece, transformers would turn the piece's name in a text into the piece.
+        the tokenizer, and the content of its ``tokenizer_config.json``. This names BOS and EOS, and
+        has a chat template if the pieces show an instruct format. It does not name the unknown
+        piece. If it did, transformers would turn that piece's name in a text into the piece, which
+        SentencePiece does not.
 
     Raises:
         LoadError: the file is not a SentencePiece model, or its ids cannot be reproduced exactly.
@@ -51,7 +52,7 @@ def build_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
             unk_token=reference.id_to_piece(reference.unk_id()),
             fuse_unk=True,
             byte_fallback=model.trainer_spec.byte_fallback,
-            # User-defined pieces are cut out of the text, and must then be found whole.
+            # The pre-tokenizer isolates user-defined pieces, which then must not be split.
             ignore_merges=bool(user_defined),
         )
     )
@@ -91,9 +92,9 @@ def build_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
 def _merges(model: Any) -> list[tuple[str, str]]:
     """Every split of every piece into two pieces, in SentencePiece's order.
 
-    Among pieces with equal scores (Llama's runs of spaces), longer pieces come first, as do splits
-    with a longer left part: there SentencePiece joins the leftmost pair, so a run grows from its
-    left end.
+    Among pieces with equal scores, such as Llama's runs of spaces, longer pieces come first; among
+    the splits of a piece, those with a longer left part. For SentencePiece joins the leftmost of
+    equal pairs, so that a run of spaces grows from its left end.
     """
     scores = {p.piece: p.score for p in model.pieces if p.type == _NORMAL}
     ranked = [

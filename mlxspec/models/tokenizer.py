@@ -1,13 +1,13 @@
 """Loads a model's tokenizer, from Hugging Face's files or from SentencePiece's model alone.
 
-A detokenizer turns token ids into pieces of text as they arrive. A loaded tokenizer has the one in
-this file, and mlx-lm's own for mlx-lm's functions and those that replace them. Ours holds a
-character back until all of its tokens have come, and drops no space.
+A detokenizer turns token ids into pieces of text as they arrive. A loaded tokenizer has two: ours,
+from this file, and mlx-lm's, for mlx-lm's functions and mlxspec's replacements for them. Ours holds
+a character back until all of its tokens have arrived, and drops no space.
 
-An output always follows a prompt, if only a BOS token. So it keeps the space that a SentencePiece
-decoder strips from the start of a text. The text of a special token is its name. An id beyond the
-vocabulary, which a padded output layer can produce, has no text. Tokenizers that are neither
-byte-level nor of SentencePiece's kind use mlx-lm's detokenizer.
+A SentencePiece decoder strips the space at the start of a text. Ours keeps it, since an output
+always follows a prompt, even if that is only a BOS token. The text of a special token is its name.
+An id beyond the vocabulary, which a padded output layer can produce, has no text. Tokenizers that
+are neither byte-level nor of SentencePiece's kind use mlx-lm's detokenizer.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class ByteDetokenizer(StreamingDetokenizer):
         """Forget all tokens and their text."""
         self.tokens: list[int] = []
         self.text = ""
-        self.offset = 0  # of the text already read
+        self.offset = 0  # the length of the text already read
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add_token(self, token: int) -> None:
@@ -204,7 +204,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def detokenizer_of(wrapper: TokenizerWrapper) -> Any:
-    """A detokenizer for a new text: ours, or mlx-lm's if mlx-lm loaded the tokenizer."""
+    """A new detokenizer without any text: ours, or mlx-lm's if mlx-lm loaded the tokenizer."""
     own = getattr(wrapper, "_mlxspec_detokenizer", None)
     if own is None:
         return wrapper.detokenizer
@@ -214,10 +214,9 @@ def detokenizer_of(wrapper: TokenizerWrapper) -> Any:
 
 
 def token_bytes(wrapper: TokenizerWrapper, token: int) -> bytes:
-    """The bytes of a single token, including leading spaces and incomplete characters, which
-    decoding the token alone may drop.
+    """The bytes of a single token.
 
-
+    They include leading spaces and incomplete characters, which decoding the token alone may drop.
     """
     own = getattr(wrapper, "_mlxspec_detokenizer", None) or getattr(wrapper, "_mlxspec_bytes", None)
     if own is None:  # mlx-lm loaded it, so its detokenizer makes the output's text

@@ -50,7 +50,7 @@ def test_a_head_is_told_with_its_norms(tmp_path: Path, monkeypatch: pytest.Monke
     result = CliRunner().invoke(main, ["convert", "--head", "source", "-q", "--q-group-size", "32"])
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith("Wrote mlx_head: 0.0 MB, 5.")
-    assert " bits per weight. Qwen MTP, 7 of its 7 norms centred at zero, " in result.stdout
+    assert " bits per weight. Qwen MTP (7 of its 7 norms were centred at zero, " in result.stdout
     assert "Next: mlxspec generate --model MODEL --head mlx_head --prompt" in result.stdout
 
 

@@ -37,7 +37,7 @@ def test_a_head_is_taken_out_of_a_checkpoint(tmp_path: Path) -> None:
     source = write_target(tmp_path / "source", half)
     nbytes, parameters, about = converted(source, tmp_path / "head")
     assert nbytes == 2 * parameters == 2 * sum(a.size for a in weights.values())
-    assert about == "Qwen MTP, 7 of its 7 norms centred at zero, to which 1.0 was added"
+    assert about == "Qwen MTP (7 of its 7 norms were centred at zero, so 1.0 was added to them)"
     expected = {
         name: half[f"mtp.{name}"] + ("norm" in name and weights[name].ndim == 1) for name in weights
     }
@@ -72,7 +72,7 @@ def test_each_norm_is_told_and_no_norm_is_judged_twice(tmp_path: Path) -> None:
     weights["mtp.pre_fc_norm_hidden.weight"] += 1.0
     weights["mtp.layers.0.self_attn.q_norm.weight"] += 1.0
     *_, about = converted(write_target(tmp_path / "source", weights), tmp_path / "head")
-    assert about == "Qwen MTP, 5 of its 7 norms centred at zero, to which 1.0 was added"
+    assert about == "Qwen MTP (5 of its 7 norms were centred at zero, so 1.0 was added to them)"
     head = load_head(find_head(tmp_path / "head"), QWEN_TARGET)
     assert mx.allclose(head.norm.weight, mx.array(0.1), atol=1e-3).item()
     again = converted(tmp_path / "head", tmp_path / "again", dtype="float32")

@@ -179,7 +179,7 @@ def test_a_head_for_another_size_is_refused(tmp_path: Path, name: str, size: str
 def test_a_head_for_another_family_is_refused(tmp_path: Path, name: str) -> None:
     directory = write_head(tmp_path, name)
     message = refused(lambda: load_head(directory, TARGET))
-    assert message.startswith(f"{directory}: {name}, a head for targets of another architecture")
+    assert message.startswith(f"{directory}: {name} is a head for targets of another architecture")
     assert "qwen3; name a head" in message
 
 

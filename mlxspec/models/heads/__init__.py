@@ -1,10 +1,10 @@
 """Trained heads: small modules that draft from the target's hidden states.
 
-Every kind of head is a :class:`Head`. Those in :mod:`.chains` draft one token after another, those
-in :mod:`.blocks` several at once. :mod:`.loading` finds and loads them.
+Every kind of head is a :class:`Head`. Heads in :mod:`.chains` draft one token after another, those
+in :mod:`.blocks` several at once. :mod:`.loading` finds and loads heads.
 
-In formulas, t is a token, h a hidden state of the target, and i a position. A head has one entry
-per *pair* (t[i + 1], h[i]), from which it predicts t[i + 2].
+In formulas, t is a token, h a hidden state of the target, and i a position. A head's caches have
+one entry per *pair* (t[i + 1], h[i]), from which the head predicts t[i + 2].
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ...errors import LoadError
 Config = dict[str, Any]
 
 NO_MODEL = (
-    "a trained head, not a model; name the model that it was made for, and the head beside it: "
+    "a trained head, not a model; name the model that it was made for, together with the head: "
     "--model MODEL --head HEAD"
 )
 """The error if a head's folder is given as a model."""
 
 
 def text_of(config: Config) -> Config:
-    """The part of a configuration that concerns text."""
+    """The settings of the language model in a configuration, which may be multimodal."""
     return config.get("text_config") or config
 
 
 def settings_of(config: Config) -> Config:
-    """A head's settings, flattened; checkpoints nest some of them."""
+    """A head's settings in one flat dictionary; checkpoints nest some of them."""
     settings: Config = {}
     for name in ("text_config", "transformer_layer_config", "dflash_config"):
         if isinstance(nested := config.get(name), dict):
@@ -52,8 +52,9 @@ def sizes_needed(config: Config) -> dict[str, int]:
 
 
 def named_kind(config: Config) -> str | None:
-    """The kind of head that a ``config.json`` names, supported or not; None if it is not a
-    head's.
+    """The kind of head that a ``config.json`` names, which may be unsupported.
+
+    None if it is not the ``config.json`` of a head.
     """
     settings, named = settings_of(config), str(config.get("architectures"))
     kind = str(config.get("speculators_model_type") or config.get("model_type"))
@@ -69,23 +70,23 @@ def named_kind(config: Config) -> str | None:
 
 
 class Head(nn.Module):
-    """A head; :meth:`bind` attaches it to its target.
+    """A trained head; :meth:`bind` attaches it to its target.
 
-    It is made from two ``config.json``: its own and its target's.
+    It is made from two configurations, as in ``config.json``: the head's and the target's.
 
     Attributes:
-        title: the name of the kind in messages.
-        families: the beginnings of its targets' model types; empty if it fits any type.
-        reads: the target's layers whose outputs it reads; layer i's output is the input of layer i
-            + 1. Empty if it reads the states after the final norm.
-        most: the most tokens that it drafts at once.
+        title: the name of this kind of head, for messages.
+        families: the prefixes of its targets' model types; empty if it fits any type.
+        reads: the indices of the target's layers whose outputs the head reads. Empty if it reads
+            the states after the final norm.
+        most: the most tokens of a draft.
         width: the width of its features.
         vocabulary: the size of its target's vocabulary.
-        asked: whether the user named it; otherwise it comes with its target, and is left out if it
-            cannot draft.
+        asked: whether the user named the head. If not, it came with its target, and is left out if
+            it cannot draft.
 
     Raises:
-        LoadError: it was made for a target with other sizes.
+        LoadError: the head was made for a target with other sizes.
     """
 
     title: str
@@ -117,7 +118,7 @@ class Head(nn.Module):
             output: the target's output layer, from states after the final norm to logits.
 
         Raises:
-            LoadError: it names tokens outside the target's vocabulary.
+            LoadError: the head names tokens outside the target's vocabulary.
         """
         ids = self.named_tokens()  # with ids out of range, MLX would access memory outside an array
         if mx.any((ids < 0) | (ids >= self.vocabulary)).item():
@@ -137,7 +138,7 @@ class Head(nn.Module):
         return self._target["embed"](tokens)
 
     def features(self, states: Sequence[mx.array]) -> mx.array:
-        """The features of verified rows, which the head keeps, (rows, ``width``).
+        """The features that the head keeps of verified rows, (rows, ``width``).
 
         Args:
             states: the states after each layer of ``reads``, or those after the final norm, (rows,
@@ -146,13 +147,13 @@ class Head(nn.Module):
         return states[0]
 
     def make_cache(self) -> list[Any]:
-        """New caches of mlx-lm's, one per layer of the head; empty if it has none."""
+        """New mlx-lm caches, one per layer of the head; an empty list if the head needs none."""
         from mlx_lm.models.cache import KVCache  # takes a second, and is not needed to find heads
 
         return [KVCache()]
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Logits over the target's vocabulary; minus infinity for tokens that it never drafts.
+        """Logits over the target's vocabulary; minus infinity for tokens the head never drafts.
 
         Args:
             hidden: from :meth:`__call__`, (…, width).
@@ -162,12 +163,13 @@ class Head(nn.Module):
     def __call__(
         self, tokens: mx.array, features: mx.array, cache: Sequence[Any]
     ) -> tuple[mx.array, mx.array]:
-        """Run a head that drafts chains over pairs, and append them to its caches.
+        """Run the head over pairs, and append them to its caches (only for heads in `.chains`).
 
         Args:
             tokens: (1, rows), t[i + 1] of each pair.
-            features: (1, rows, ``width``): the features of h[i], or the previous forward's output.
-            cache: one per layer, as from :meth:`make_cache`.
+            features: (1, rows, ``width``), the features of h[i] of each pair, or the features that
+                the previous forward returned.
+            cache: the caches, one per layer, as from :meth:`make_cache`.
 
         Returns:
             the features for the next forward, (1, rows, ``width``), and the argument for

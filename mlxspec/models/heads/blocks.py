@@ -1,9 +1,9 @@
 """Heads that draft a whole block of tokens in one forward: DFlash and DSpark.
 
-A block is the last token followed by mask tokens. Its slots see each other and the verified
-positions before it, whose keys and values come from the target's hidden states. Formulas and names
-of tensors: https://github.com/z-lab/dflash (DFlash) and https://github.com/deepseek-ai/DeepSpec
-(DSpark).
+A block is the context's last token followed by mask tokens. Its positions, the slots, attend to
+each other and to the verified positions before the block. The keys and values of these come from
+the target's hidden states. Sources of the formulas and the tensors' names:
+https://github.com/z-lab/dflash (DFlash) and https://github.com/deepseek-ai/DeepSpec (DSpark).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from . import Config, Head, settings_of
 class DFlash(Head):
     """Slot i of a block predicts the i-th token after the last one; slot 0 predicts nothing.
 
-    A block has only as many slots as its depth needs. Since slots see each other, a shorter block
-    changes the logits of its slots. Heads are trained on whole blocks, but other engines also draft
-    shorter ones in this way. The caches hold only verified positions.
+    A block has only as many slots as the draft needs. Since slots attend to each other, a shorter
+    block changes the logits of its slots. Heads are trained on whole blocks, but other engines also
+    draft shorter ones in this way. The caches hold only verified positions.
 
     Raises:
         LoadError: the head was made for another target.
@@ -44,7 +44,7 @@ class DFlash(Head):
         kinds = settings.get("layer_types") or [""] * count
         self._is_sliding = [kind == "sliding_attention" for kind in kinds]
         self._window = settings["sliding_window"] if any(self._is_sliding) else 0
-        # If the checkpoint does not say, slots of sliding layers do not see later slots.
+        # If the checkpoint does not say which layers are causal, those with a sliding window are.
         causal = settings.get("is_causal", settings.get("causal"))
         self._causal = {kind: kind if causal is None else bool(causal) for kind in (False, True)}
         # The layers are Qwen 3's.
@@ -83,8 +83,8 @@ class DFlash(Head):
     def make_cache(self) -> list[Any]:
         """One cache per layer of the head.
 
-        Sliding layers also keep all entries: a rotating cache cannot be cut back, since it has lost
-        the older entries that the window would then reach.
+        Layers with a sliding window also keep all entries. A rotating cache cannot be cut back,
+        since it has lost the older entries that the window would then reach.
         """
         return [KVCache() for _ in self.layers]
 
@@ -101,7 +101,7 @@ class DFlash(Head):
             tokens: (sequences,), the last token of each.
             depth: how many tokens to draft, at most ``most``.
             features: for each sequence, the features of the verified positions that its caches
-                lack, (1, rows, ``width``). They are appended.
+                lack, (1, rows, ``width``). The positions are appended to the caches.
             caches: for each sequence, one cache per layer.
 
         Returns:
@@ -134,7 +134,7 @@ class DFlash(Head):
         """Append verified positions of several sequences to their caches.
 
         Args:
-            features: for each sequence, (1, rows, ``width``).
+            features: for each sequence, the positions' features, (1, rows, ``width``).
             caches: for each sequence, one cache per layer.
         """
         ends = [0, *accumulate(of_one.shape[1] for of_one in features)]
@@ -150,16 +150,16 @@ class DFlash(Head):
                     cache[i].update_and_fetch(its_keys, values[:, :, rows])
 
     def _view(self, sliding: bool, context: int, slots: int) -> tuple[int, mx.array | None]:
-        """The positions that the slots of a sequence's block see in a kind of layer.
+        """The positions that the slots of a sequence's block attend to in one kind of layer.
 
         Args:
-            sliding: whether the layer has the window.
+            sliding: whether these are the layers with a sliding window.
             context: the number of verified positions before the block.
             slots: the number of the block's slots.
 
         Returns:
-            the first verified position that any slot sees, and a mask of the positions from there
-            on, (slots, positions); None if all slots see all of them.
+            the first verified position that any slot attends to, and a mask over the positions from
+            there on, (slots, positions). The mask is None if all slots attend to all of them.
         """
         causal, window = self._causal[sliding], self._window if sliding else context + slots
         if not causal and window >= context + slots:
@@ -171,9 +171,10 @@ class DFlash(Head):
 
 
 class DSpark(DFlash):
-    """A DFlash whose slot 0 predicts the next token, and whose logits depend on the token before.
+    """A DFlash whose slot 0 predicts the next token.
 
-    With a ``markov_rank`` of 0, as in DeepSpec's own DFlash checkpoints, they do not.
+    A slot's logits also depend on the token drafted before it, unless ``markov_rank`` is 0, as in
+    DeepSpec's own DFlash checkpoints.
     """
 
     title = "DSpark"
@@ -182,7 +183,8 @@ class DSpark(DFlash):
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
         settings = settings_of(config)
-        self.most -= bool(settings.get("dspark_bonus_anchor"))  # block_size counts the last token
+        # With this setting, block_size counts the context's last token, too.
+        self.most -= bool(settings.get("dspark_bonus_anchor"))
         if rank := settings.get("markov_rank"):
             self.markov_head = {
                 "markov_w1": nn.Embedding(self.vocabulary, rank),
@@ -201,13 +203,15 @@ def _attend(
     caches: Sequence[Any],
     views: Sequence[tuple[int, mx.array | None]],
 ) -> mx.array:
-    """One layer's attention over blocks, whose own keys and values do not stay in the caches.
+    """The output of a layer's attention over blocks, (sequences, slots, width).
+
+    The blocks' own keys and values do not stay in the caches.
 
     Args:
-        attention: mlx-lm's module.
-        x: (sequences, slots, width).
+        attention: the layer's attention, a module of mlx-lm.
+        x: its input, (sequences, slots, width).
         caches: the layer's cache of each sequence.
-        views: the positions that each sequence's slots see, from :meth:`DFlash._view`.
+        views: the positions that each sequence's slots attend to, from :meth:`DFlash._view`.
     """
     keys, values = _keys_and_values(attention, x)
     queries = _of_heads(attention.q_norm, attention.q_proj(x), attention.n_heads)
@@ -215,8 +219,8 @@ def _attend(
     for s, (cache, (start, visible)) in enumerate(zip(caches, views, strict=True)):
         its_queries = attention.rope(queries[s : s + 1], offset=cache.offset)
         its_keys = attention.rope(keys[s : s + 1], offset=cache.offset)
-        # Written after the context in the cache, and cut off again, so that the context is not
-        # copied.
+        # The block is written after the context in the cache and cut off again. Concatenating them
+        # would copy the context.
         all_keys, all_values = cache.update_and_fetch(its_keys, values[s : s + 1])
         cache.trim(x.shape[1])
         outputs.append(
@@ -233,7 +237,7 @@ def _attend(
 
 
 def _keys_and_values(attention: Any, x: mx.array) -> tuple[mx.array, mx.array]:
-    """Keys without positions, and values, (sequences, heads, rows, width of a head)."""
+    """Keys before RoPE, and values, each (sequences, heads, rows, width of a head)."""
     keys = _of_heads(attention.k_norm, attention.k_proj(x), attention.n_kv_heads)
     return keys, _of_heads(lambda values: values, attention.v_proj(x), attention.n_kv_heads)
 

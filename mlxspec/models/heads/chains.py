@@ -1,7 +1,7 @@
 """Heads that draft a chain: EAGLE-3, the MTP of Qwen, the assistants of Gemma 4.
 
-Parameters are named as in published checkpoints; ``sanitize`` unifies the variants. Formulas and
-names were compared with mlx-vlm 0.7.10, vLLM and transformers.
+Parameters are named as in published checkpoints; where checkpoints differ, ``sanitize`` renames
+tensors. Formulas and names were compared with mlx-vlm 0.7.10, vLLM and transformers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Weights = dict[str, mx.array]
 
 
 class Eagle3(Head):
-    """EAGLE-3 (Li et al. 2025, arXiv 2503.01840), of SGLang, AngelSlim or speculators.
+    """EAGLE-3 (Li et al. 2025, arXiv 2503.01840), in SGLang's, AngelSlim's or speculators' format.
 
-    It is one of Llama's layers, whose attention sees the token's embedding beside the features. It
-    may draft from its own vocabulary; ``d2t`` has the difference between each token's id and the
-    target's.
+    It is one layer like Llama's. The input of its attention is the token's embedding, concatenated
+    with the features. The head may have a smaller vocabulary of its own. Then ``d2t`` has, for each
+    of its ids, the difference from that id to the target's.
 
     Raises:
         LoadError: the head was made for another target.
@@ -89,10 +89,9 @@ class Eagle3(Head):
 
     @staticmethod
     def sanitize(weights: Weights) -> Weights:
-        """Rename a checkpoint's tensors to the head's parameters, and drop tensors that it does not
-        use.
+        """Rename a checkpoint's tensors to the head's parameters, and drop those it does not use.
 
-        SGLang and AngelSlim call the layer ``midlayer``, speculators ``layers.0``.
+        SGLang and AngelSlim call the layer ``midlayer``, speculators calls it ``layers.0``.
         """
         dropped = ("t2d", "embed_tokens.", "verifier_")
         kept = {
@@ -132,8 +131,8 @@ class _Eagle3Layer(nn.Module):
 def _layers_read(config: Config, target_layers: int) -> tuple[int, ...]:
     """The target's layers whose outputs EAGLE-3 reads.
 
-    vLLM and speculators give the layer that a state *enters*; SGLang, which has the ids in
-    ``eagle_config``, gives the layer that it leaves.
+    Checkpoints for vLLM and speculators have the id of the layer that a state *enters*. Those for
+    SGLang, which have the ids in ``eagle_config``, have the id of the layer that the state leaves.
     """
     entered = config.get("eagle_aux_hidden_state_layer_ids")
     of_sglang = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
@@ -145,9 +144,9 @@ def _layers_read(config: Config, target_layers: int) -> tuple[int, ...]:
 class QwenMTP(Head):
     """The multi-token prediction of Qwen 3 Next, 3.5, 3.6 and 3.8, dense and with experts.
 
-    It is a layer of the target's kind with full attention, which sees the token's embedding and the
-    feature, both normalised. Its output, after a norm, goes to the target's output layer and is fed
-    back.
+    It is a layer of the target's kind with full attention. Its input combines the token's embedding
+    and the feature, both normalised. Its output, after a norm, goes to the target's output layer,
+    and is the feature for the next token of the draft.
 
     Raises:
         LoadError: the head was made for another target.
@@ -158,8 +157,8 @@ class QwenMTP(Head):
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
-        # Qwen 3 Next has no rope_parameters, but mlx-lm's class has defaults for them. It also
-        # changes the given ones.
+        # Qwen 3 Next has no rope_parameters, but mlx-lm's class has defaults for them. The class
+        # changes the dictionary that it is given, so it gets a copy.
         args = qwen3_5.TextModelArgs.from_dict(
             {
                 "rope_parameters": None,
@@ -190,8 +189,8 @@ class QwenMTP(Head):
     def sanitize(weights: Weights) -> Weights:
         """Rename a checkpoint's tensors to the head's parameters, with norms as MLX expects them.
 
-        Names may begin with ``mtp.``; experts may be separate, or fused as ``gate_up_proj``. Norms
-        centred at zero get 1 added (:func:`norms_centred_at_zero`).
+        Names may begin with ``mtp.``. The experts' tensors may be separate, or fused as
+        ``gate_up_proj``. To norms centred at zero (:func:`norms_centred_at_zero`), 1 is added.
         """
         centred = set(norms_centred_at_zero(weights))
         kept: Weights = {}
@@ -216,8 +215,8 @@ class QwenMTP(Head):
 def norms_centred_at_zero(weights: Weights) -> list[str]:
     """The names of the norms of Qwen's MTP whose weights are centred at 0 instead of 1.
 
-    In original checkpoints all norms are, in converted ones none or some. So each tensor is judged
-    separately: it is centred at 0 if its mean is closer to 0 than to 1.
+    In original checkpoints these are all norms; in converted ones, none or some. So each tensor is
+    judged separately: it is centred at 0 if its mean is closer to 0 than to 1.
     """
     return [
         name
@@ -229,11 +228,11 @@ def norms_centred_at_zero(weights: Weights) -> list[str]:
 class Gemma4Assistant(Head):
     """The assistant of Gemma 4.
 
-    Its layers have no keys and values: they attend to those of the target's last layer with full
-    attention, and of its last with a sliding window. ``cache`` has these two views, in this order.
-    Each has ``offset``, the position of the query, which stays the same throughout a chain, and
-    ``keys_and_values()``, which returns those that the query may see, both of shape (1, heads,
-    entries, head_dim).
+    Its layers have no keys and values of their own. They attend to those of two target layers: the
+    last one with full attention, and the last one with a sliding window. ``cache`` has a view of
+    each, in this order. A view has ``offset``, the position of the query, which stays the same
+    throughout a chain, and ``keys_and_values()``, which returns the keys and the values that the
+    query may attend to, both of shape (1, heads, entries, head_dim).
 
     Raises:
         LoadError: the head was made for another target.
@@ -290,9 +289,7 @@ class Gemma4Assistant(Head):
 
     @staticmethod
     def sanitize(weights: Weights) -> Weights:
-        """Drop the output layer, which equals the embedding, and convert ids to a type for
-        indexing.
-        """
+        """Drop the output layer, which equals the embedding, and convert token ids to int32."""
         kept = {name: each for name, each in weights.items() if name != "lm_head.weight"}
         if (ordering := kept.get("masked_embedding.token_ordering")) is not None:
             kept["masked_embedding.token_ordering"] = ordering.astype(mx.int32)
@@ -320,7 +317,7 @@ class _MaskedEmbedding(nn.Module):
 
 
 def _rope(config: Config) -> Config:
-    """The RoPE settings for mlx-lm's Llama; transformers 5 has them in one dictionary."""
+    """The RoPE settings for mlx-lm's Llama; transformers 5 keeps them in one dictionary."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {
         "rope_theta": config.get("rope_theta") or rope.get("rope_theta", 10000.0),

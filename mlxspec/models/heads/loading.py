@@ -49,7 +49,7 @@ LEFT_OUT = "the head that comes with the model is left out: %s"
 """The warning about a head that comes with the model but cannot be used."""
 
 CONVERTED = "mlxspec_converted"
-"""A key in ``config.json``: tensors already have the names and norms of parameters."""
+"""A key in the ``config.json`` of converted heads, whose tensors ``sanitize`` must not change."""
 
 _OWN = re.compile(r"(?:model\.|language_model\.)*mtp\.")  # prefixes the names of a head's tensors
 _FOLDERS = ("mtp", "assistant", "head")  # for a head in its target's folder
@@ -67,7 +67,7 @@ class HeadFiles:
         directory: the folder of the head, or of the target that carries it.
         kind: the head's class.
         config: the head's settings, as in its own ``config.json``.
-        files: the safetensors files with the head's tensors, which may be its target's.
+        files: the safetensors files with the head's tensors; they may be the target's own files.
     """
 
     directory: Path
@@ -80,7 +80,7 @@ class HeadFiles:
         tensors: dict[str, mx.array] = {}
         for path in self.files:
             loaded = check_weights_file(path)
-            # A file without a model's tensors has only the head's.
+            # If no name has this prefix, all of the file's tensors are the head's.
             tensors |= {name: loaded[name] for name in loaded if _OWN.match(name)} or loaded
         return tensors
 
@@ -108,8 +108,8 @@ def find_head(directory: Path) -> HeadFiles:
 def own_head(directory: Path) -> HeadFiles | None:
     """The head that comes with a model, or None.
 
-    Its tensors have names with ``mtp.`` in the model's files, or are in ``mtp.safetensors`` next to
-    them, or in a folder ``mtp``, ``assistant`` or ``head`` there.
+    Its tensors are in the model's files, with ``mtp.`` in their names, or in ``mtp.safetensors``
+    next to these files, or in a folder ``mtp``, ``assistant`` or ``head`` there.
 
     Args:
         directory: the model's folder.
@@ -131,8 +131,9 @@ def own_head(directory: Path) -> HeadFiles | None:
 
 
 def head_directory(path_or_repo: str | Path, revision: str | None = None) -> Path:
-    """The folder with a head's files. Of a repository, only files with the head's tensors are
-    downloaded.
+    """The folder with a head's files, downloaded if needed.
+
+    From a repository, only those weights files are downloaded that have the head's tensors.
 
     Args:
         path_or_repo: a head or a model that carries one, as for :func:`mlxspec.load`.
@@ -164,8 +165,8 @@ def load_with_head(
         on_read: as for :func:`.model.evaluate`, for the weights of the model.
 
     Raises:
-        LoadError: the model or the head cannot be used. A path that is not a head, or not adapters,
-            is refused before the model is downloaded.
+        LoadError: the model or the head cannot be used. A wrong path of a head or of adapters is
+            refused before the model is downloaded.
     """
     if adapter_path is not None:
         find_adapters(adapter_path)
@@ -225,8 +226,8 @@ def load_head(found: HeadFiles, target_config: Config) -> Head:
     if not _belongs(found.kind, target_config):
         has = printable(target_config.get("model_type"))
         raise LoadError(
-            f"{found.directory}: {found.kind.title}, a head for targets of another architecture "
-            f"than this one's, {has}; name a head that was trained for this target"
+            f"{found.directory}: {found.kind.title} is a head for targets of another architecture "
+            f"than {has}; name a head that was trained for this target"
         )
     head = load_lazily(found, target_config)
     widen(head)
@@ -251,7 +252,7 @@ def load_lazily(found: HeadFiles, target_config: Config | None = None) -> Head:
         target_config = text_of(settings_of(config)) | sizes_needed(config)
 
     def quantised(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        # The tensors decide, since paths in config.json may be the target's.
+        # The tensors show this. The paths in config.json may be those of the target's modules.
         if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
             return False
         return infer_quant_config(path, module, weights)
