@@ -1,4 +1,4 @@
-"""Converts a checkpoint into a directory that mlx-lm loads."""
+"""Converts a checkpoint into a directory that mlx-lm can load."""
 
 import contextlib
 import io
@@ -45,11 +45,12 @@ def convert(
     Args:
         torch_path: the directory of an original Mistral or Llama checkpoint (``consolidated.*``,
             ``params.json``, ``tokenizer.model``).
-        hf_path: instead, a Hugging Face checkpoint, a directory or a repository on the Hub.
+        hf_path: instead of it, a Hugging Face checkpoint: a directory or a repository on the Hub.
         mlx_path: the directory to write.
-        quantize: quantise the weights, with ``q_mode`` (affine, mxfp4, mxfp8, nvfp4),
-            ``q_bits`` and ``q_group_size``, which have no effect otherwise; None means MLX's
-            default.
+        quantize: quantise the weights. Without it, the following three have no effect.
+        q_bits: bits per weight; None for MLX's default.
+        q_group_size: weights per scale; None for MLX's default.
+        q_mode: affine, mxfp4, mxfp8 or nvfp4; None for affine.
         dtype: float16, bfloat16 or float32; by default the checkpoint's own 16-bit type, or
             float16 if it has none.
         force: replace an existing model at ``mlx_path``.
@@ -57,8 +58,8 @@ def convert(
         head: convert only the trained head that ``hf_path`` is or carries.
 
     Returns:
-        the size of the weights in bytes, with quantisation scales; the number of parameters; for a
-        trained head, its kind and what was done to its norms.
+        the size of the weights in bytes, including quantisation scales; the number of parameters;
+        and for a trained head its kind and what was done to its norms, otherwise None.
 
     Raises:
         OptionError: the options contradict each other, or MLX does not support them.
@@ -72,7 +73,7 @@ def convert(
         raise OptionError("name one checkpoint: MODEL, --torch-path or --hf-path")
     if head and torch_path is not None:
         raise OptionError(
-            f"--head: {torch_path} is in Mistral's or Llama's original form, which has no trained "
+            f"--head: {torch_path} is in Mistral's or Llama's original format, without trained "
             "heads; use --hf-path"
         )
     target = Path(os.path.abspath(mlx_path))
@@ -171,8 +172,9 @@ def _prepare(
 
 
 def _half_type(config: dict[str, Any], model: nn.Module) -> str | None:
-    """The 16-bit type that the configuration names; otherwise float16 if no tensor is 16-bit, or
-    None.
+    """The 16-bit type that the configuration names.
+
+    If it names none: float16 if no tensor has 16 bits, otherwise None.
     """
     named = config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
     if named in _HALVES:

@@ -18,7 +18,7 @@ _COPIED = (
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the tokenizer's files unchanged, or make ``tokenizer.json`` from SentencePiece's model.
 
-    mlx-lm's ``save`` would write transformers' version of them, and copy Python files.
+    mlx-lm's ``save`` would write the tokenizer as transformers does, and copy Python files.
 
     Raises:
         LoadError: there is no tokenizer, or its SentencePiece model is of an unsupported kind.
@@ -43,9 +43,8 @@ def load_head_alone(directory: Path) -> tuple[Head, dict[str, Any], str]:
         directory: the folder of a head, or of a model that carries one.
 
     Returns:
-        the head, its configuration, and a description of its kind and of the norms that were
-        changed: a checkpoint's norms may be centred at zero, but the head expects them centred at
-        one.
+        the head, its configuration, and a text on its kind and on its changed norms. (Norms may be
+        centred at zero in the checkpoint, but the head expects them centred at one.)
 
     Raises:
         LoadError: there is no head of a supported kind, or a file is damaged.
@@ -56,5 +55,5 @@ def load_head_alone(directory: Path) -> tuple[Head, dict[str, Any], str]:
         tensors = found.tensors()
         norms = sum("norm" in name and array.ndim == 1 for name, array in tensors.items())
         centred = len(norms_centred_at_zero(tensors))
-        about += f", {centred} of its {norms} norms centred at zero, to which 1.0 was added"
+        about += f" ({centred} of its {norms} norms were centred at zero, so 1.0 was added to them)"
     return head, {**config, heads.CONVERTED: True}, about

@@ -14,8 +14,9 @@ from ..models.model import load_lazily
 from ..models.model_files import check_weights_file, read_json_object
 from .torch_file import read_torch_file
 
-# Model parallelism splits a layer's first matrices by rows (outputs), and the second ones by
-# columns (inputs). Every shard has the norms.
+# Checkpoints for model parallelism have shards. These split the first matrices of attention and
+# MLP, and the output layer, by rows (outputs), and the last matrices by columns (inputs). Every
+# shard has all norms.
 _SPLIT_BY_ROWS = {"wq", "wk", "wv", "w1", "w3", "output"}
 _SPLIT_BY_COLUMNS = {"wo", "w2"}
 
@@ -64,7 +65,7 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
     try:
         shapes = _write_weights(directory, params, scratch)
         config = config_from_params(params, shapes)
-        if _OUTPUT in shapes:  # small Llamas repeat the embedding here
+        if _OUTPUT in shapes:  # in small Llamas, a copy of the embedding
             files = [(name, _file(scratch, name)) for name in (_OUTPUT, _EMBEDDING)]
             output, embedding = (check_weights_file(file)[name] for name, file in files)
             config["tie_word_embeddings"] = bool(mx.array_equal(output, embedding))
@@ -147,13 +148,13 @@ def original_to_mlx_name(name: str) -> str:
 
 
 def half_split_rows(weight: mx.array, head_dim: int) -> mx.array:
-    """Reorder the rows of a query or key projection for RoPE on halves.
+    """Reorder the rows of a query or key projection for RoPE in Hugging Face's layout.
 
-    The originals rotate rows 2i and 2i + 1 of a head together; Hugging Face's layout rotates rows i
-    and i + head_dim / 2.
+    RoPE rotates pairs of rows of a head: in original checkpoints rows 2i and 2i + 1, in Hugging
+    Face's layout rows i and i + head_dim / 2.
 
     Args:
-        weight: (heads × head_dim, width)
+        weight: (heads × head_dim, width).
         head_dim: the number of rows of a head.
 
     Raises:

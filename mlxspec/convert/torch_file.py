@@ -1,8 +1,8 @@
 """Reads the tensors of a PyTorch ``.pth`` file, without PyTorch and without running its code.
 
 Since version 1.6 ``torch.save`` writes a zip archive: ``<name>/data.pkl`` describes the tensors,
-and ``<name>/data/<record>`` hold their elements. A pickle may name any function to call. Here only
-a few names are accepted, and they give plain tuples.
+and the files ``<name>/data/<record>`` hold their elements. A pickle can make the reader call any
+function that it names. Here only a few names are accepted, and they build plain tuples.
 """
 
 import pickle
@@ -58,10 +58,10 @@ def read_torch_file(path: Path) -> Iterator[tuple[str, mx.array]]:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Gives each tensor as a tuple: its storage, offset, shape and strides, in elements.
+    """Makes each tensor a tuple: its storage, and its offset, shape and strides in elements.
 
-    The unpickler written in Python keeps memoised objects in a dict. The one in C would allocate as
-    much memory as the highest index that a damaged pickle names.
+    It derives from the unpickler written in Python, which keeps memoised objects in a dict. For a
+    damaged pickle with a huge index, the one written in C would allocate as much memory.
     """
 
     def find_class(self, module: str, name: str) -> Any:

@@ -397,7 +397,7 @@ def memory_directory() -> Path:
 
 
 def data_directory() -> Path:
-    """The directory of all data kept between runs. The default is mlxspec's own in the user's data."""
+    """The directory of all data kept between runs; by default in the user's data directory."""
     return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_data_path("mlxspec")
 
 
