@@ -19,8 +19,9 @@ def main() -> None:
 
 
 def run(module: str, command: str, name: str) -> None:
-    """Import a click command and run it; Ctrl-C during the import prints one line and exits with
-    130.
+    """Import a click command and run it.
+
+    Ctrl-C during the import prints one line, and exits with status 130.
 
     Args:
         module: the module with the command.

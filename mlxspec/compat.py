@@ -64,7 +64,7 @@ def generate(
         options: the options of :func:`stream_generate`.
 
     Raises:
-        PromptError, OptionError, TypeError: as :func:`stream_generate`.
+        PromptError, OptionError, TypeError: as for :func:`stream_generate`.
     """
     return joined(stream_generate(model, tokenizer, prompt, **options), verbose)
 
@@ -114,14 +114,14 @@ def stream_generate(
     input_embeddings: mx.array | None = None,
     **options: Unpack[GenerationOptions],
 ) -> Generator[GenerationResponse, None, None]:
-    """Generate with the default decoder, one response per token; the text is mlx-lm's.
+    """Generate with the default decoder, and yield a response per token; the text is mlx-lm's.
 
     Later calls with the same model and tokenizer reuse this call's measurements of the model, and
-    draft from its output. mlx-lm's arguments have the same meaning here. They are checked when this
-    function is called, not when the first response is read. Your own logits processors and samplers
-    are called as mlx-lm calls them, without drafts, unless they are marked with
-    :func:`mlxspec.pure`. Samples depend on ``mx.random.seed`` as with mlx-lm, but differ from
-    mlx-lm's, since random numbers are keyed by position here.
+    draft from this call's output. mlx-lm's arguments have the same meaning here. They are checked
+    when this function is called, not when the first response is read. Your own logits processors
+    and samplers are called as in mlx-lm, and turn drafts off unless you mark them with
+    :func:`mlxspec.pure`. Samples depend on ``mx.random.seed`` as in mlx-lm. They differ from
+    mlx-lm's, since each position has its own random numbers here.
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
@@ -140,8 +140,8 @@ def stream_generate(
             mlx-lm, and the draft model's caches in ``prompt_cache`` are not changed.
 
     Raises:
-        PromptError, FileError, OptionError: as :meth:`mlxspec.Decoder.decode`, or the
-            draft model has another vocabulary.
+        PromptError, FileError, OptionError: as for :meth:`mlxspec.Decoder.decode`; OptionError also
+            if the draft model has another vocabulary.
         TypeError: an option does not exist.
     """
     if input_embeddings is not None:
@@ -170,14 +170,15 @@ def stream_generate(
 
 
 def _progress(callback: Progress, done: int, total: int) -> None:
-    """Report progress as mlx-lm does, which counts the prompt's last token as part of the prompt.
-    Here it runs in the first step.
+    """Report progress as mlx-lm does, which counts the prompt's last token, too.
+
+    In mlxspec, that token runs in the first step.
     """
     callback(done + (done == total), total + 1)
 
 
 class _KeptDecoder(AutoDecoder):
-    """A decoder that lives as long as its model, without keeping it alive; yields mlx-lm's text."""
+    """A decoder that yields mlx-lm's text, and does not keep its model alive."""
 
     def new_detokenizer(self) -> StreamingDetokenizer:
         return self.tokenizer.detokenizer
@@ -201,7 +202,7 @@ _memory_of: list[MemoryOf] = [lambda tokenizer: None]
 
 @contextmanager
 def remembering(memory_of: MemoryOf) -> Iterator[None]:
-    """Give the decoders that :func:`decoder_of` makes inside the block the caller's memory."""
+    """In the ``with`` block, give decoders that :func:`decoder_of` makes the caller's memory."""
     _memory_of.append(memory_of)
     try:
         yield
@@ -214,9 +215,9 @@ def decoder_of(
 ) -> AutoDecoder:
     """The default decoder of a model and a tokenizer.
 
-    Calls return the same decoder until the model is deleted, the size of its weights changes, or
-    another tokenizer is used. (Quantising a model or adding adapters changes the size, and the
-    costs.)
+    Calls return the same decoder until the model is deleted, its weights change in size, or another
+    tokenizer is used. (Quantising a model or adding adapters changes the size, and also the costs
+    of steps, so the costs must be measured again.)
     """
     size = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
     with _keeping:
@@ -262,9 +263,9 @@ def batch_generate(
 ) -> BatchResponse:
     """Answer several prompts at once, with speculation.
 
-    All prompts share each forward, or take turns if the model does not allow that. Draft rows go to
-    the texts that are likeliest to repeat, as long as they gain more than they cost the others
-    (:mod:`mlxspec.drafting.planner`).
+    The prompts' sequences share each forward, or take turns if the model does not allow that. Draft
+    rows go to the sequences whose drafts are likeliest to be right, as long as these rows gain more
+    than they cost the others (:mod:`mlxspec.drafting.planner`).
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
@@ -274,7 +275,7 @@ def batch_generate(
         verbose: print progress, then figures.
         return_prompt_caches: return caches that hold each prompt and its answer.
         return_token_ids: return the answers' tokens, without end tokens.
-        return_logprobs: return the log-probability of each of these tokens.
+        return_logprobs: return the log-probability of each token of the answers.
         completion_batch_size: the most prompts that are answered at once.
         prefill_batch_size, stream: ignored; they do not change the answers.
         prompt_progress_callback: called with the number of tokens processed and the total, both
@@ -283,8 +284,8 @@ def batch_generate(
             ``max_kv_size``, the first 4 positions are kept, unlike in mlx-lm's batches.
 
     Raises:
-        PromptError, FileError, OptionError: as :func:`mlxspec.stream_generate`, for any
-            prompt, before the first one is answered.
+        PromptError, FileError, OptionError: as for :func:`mlxspec.stream_generate`. A wrong prompt
+            is refused before any prompt is answered.
         TypeError: an option does not exist.
     """
     decoder = decoder_of(model, tokenizer)
@@ -334,7 +335,7 @@ def _run(
     max_active: int,
     verbose: bool,
 ) -> BatchStats:
-    """Run the requests, filling the results; return the figures, and print them if ``verbose``."""
+    """Run the requests until all have their results; return the figures, printed if ``verbose``."""
     engine = Engine(decoder, max_active=max_active, stall=math.inf)
     started = time.perf_counter()
     engine.add(*requests)
@@ -372,10 +373,10 @@ _warned: set[str] = set()
 def augment() -> Augmentation:
     """Make mlx-lm's ``generate``, ``stream_generate`` and ``batch_generate`` speculate.
 
-    The functions are replaced in all imported modules, under any name, and in mlx-lm itself for
-    modules imported later. Their output stays the same. ``load`` also accepts "demo", the bundled
-    model. If mlxspec does not support a call's arguments or model, mlx-lm's own function runs
-    instead. A warning says why, once for each reason.
+    The functions are replaced in all imported modules, whatever their names there, and in mlx-lm
+    itself for modules that are imported later. Their output stays the same. ``load`` also accepts
+    "demo", the bundled model. If mlxspec does not support a call's arguments or model, mlx-lm's own
+    function runs instead, and a warning says why, once for each reason.
 
     References outside modules (in a class, in ``partial``) are not replaced, nor are
     ``generate_step`` and ``BatchGenerator``. So ``mlx_lm.server`` only speculates for requests that
@@ -384,7 +385,7 @@ def augment() -> Augmentation:
 
     Returns:
         a handle that undoes the replacement; it is also a context manager. After several calls of
-        :func:`augment`, mlx-lm's functions return once every handle is undone.
+        :func:`augment`, mlx-lm's functions are restored once every handle has been undone.
     """
     handle = Augmentation()
     if not _active:
@@ -457,7 +458,7 @@ _STAND_INS = {
 
 @contextmanager
 def _warned_if_it_fails() -> Iterator[None]:
-    """Turn an error into a warning, once for each reason: mlx-lm then serves the call."""
+    """Turn an error into a warning, once for each reason. The caller then calls mlx-lm instead."""
     try:
         if mx.distributed.init().size() > 1:
             raise OptionError("the model is split over several machines: use mlxspec generate")

@@ -9,7 +9,7 @@ _LONGEST_NAME = 120
 
 
 def shortened(message: str) -> str:
-    """Cut the middle out of a message that is too long because it quotes input."""
+    """Cut out the middle of a message that is too long, usually because it quotes input."""
     if len(message) <= _LONGEST:
         return message
     return f"{message[: _LONGEST * 6 // 10]} ... {message[-_LONGEST * 3 // 10 :]}"

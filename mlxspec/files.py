@@ -4,8 +4,8 @@ New content is written to a temporary file next to its target. Once it is comple
 target in one step. Only regular files are ever replaced: links are not followed, and devices, pipes
 and sockets are not written to.
 
-The temporary file's name is derived from the target's, so the next writer overwrites what a killed
-one left behind. A lock on the directory lets only one file be written at a time.
+The temporary file's name is derived from the target's, so a file that a killed process left behind
+is overwritten by the next one. A lock on the directory lets only one process write there at a time.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ def is_ours_alone(path: Path) -> bool:
 
 @contextmanager
 def replaced(path: Path, mode: int = PRIVATE) -> Iterator[BinaryIO]:
-    """Yield a new file that is flushed to the disk at the end, and then replaces ``path``.
+    """Yield a new file, which is flushed to the disk at the end and then replaces ``path``.
 
-    If the body raises or is interrupted, the new file is removed and ``path`` is unchanged. No
-    other process replaces ``path`` while the body runs, so the body may read the old content.
+    If the ``with`` block raises or is interrupted, the new file is removed and ``path`` is
+    unchanged. No other process replaces ``path`` during the block, so the block may read the old
+    content.
 
     Args:
         path: the file to write; an existing regular file is replaced.
@@ -95,16 +96,17 @@ def replaced(path: Path, mode: int = PRIVATE) -> Iterator[BinaryIO]:
 
 @contextmanager
 def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
-    """Yield a new directory next to ``path`` that is moved to ``path`` at the end.
+    """Yield a new directory next to ``path``, which is moved to ``path`` at the end.
 
-    If the body raises or is interrupted, the new directory is removed and ``path`` is unchanged.
+    If the ``with`` block raises or is interrupted, the new directory is removed and ``path`` is
+    unchanged.
 
     Args:
-        path: where to put the directory.
+        path: the path that the directory will have.
         replace: replace an existing directory, even if it is not empty.
 
     Raises:
-        FileError: it cannot be written.
+        FileError: the directory cannot be written.
     """
     partial, old = _beside(path, "partial"), _beside(path, "replaced")
     with _one_line(path):
@@ -128,7 +130,7 @@ def _beside(path: Path, kind: str) -> Path:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Lock a directory, once no other thread or process holds its lock."""
+    """Wait until no other thread or process holds a directory's lock, and hold it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks

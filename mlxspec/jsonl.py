@@ -1,4 +1,4 @@
-"""JSON lines, and the conversations that other programs log in them."""
+"""Reads JSON lines, and the conversations that other programs log in this form."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ def without_lone_surrogates(text: str) -> str:
 
 
 def json_lines(lines: Iterable[str | bytes]) -> Iterator[tuple[int, Any]]:
-    """Parse JSON lines: yield the line number, from 1, and the value of each line that is not
-    blank.
+    """Parse JSON lines: yield the number of each line, from 1, and its value.
 
-    The value is None if the line is not JSON, or is nested too deeply.
+    Blank lines are skipped. The value is None if the line is not JSON, or is nested too deeply.
 
     Args:
         lines: split at line feeds only. ``str.splitlines`` also splits at U+2028, which a JSON
@@ -53,14 +52,14 @@ def json_lines(lines: Iterable[str | bytes]) -> Iterator[tuple[int, Any]]:
 def conversation_of(record: object) -> tuple[list[dict[str, str]], list[int]]:
     """Read the conversation in one record of a log.
 
-    A record is ``{"messages": [{"role": …, "content": …}, …]}``. A content is a string, null, or a
-    list of parts whose texts are joined. Each tool call adds a line in the form in which models
-    write it: ``{"name": …, "arguments": …}``.
+    A record is ``{"messages": [{"role": …, "content": …}, …]}``. The content is a string, null, or
+    a list of parts, whose texts are joined. Each tool call of a message adds a line to its content,
+    in the form in which models write tool calls: ``{"name": …, "arguments": …}``.
 
     Returns:
         the messages, each with a "role" and a string as "content", and the indices of the messages
-        that the model wrote: all messages of the assistant, unless the record lists
-        ``"completions": [index, …]``.
+        that the model wrote. These are all messages of the assistant, or those in the record's
+        ``"completions": [index, …]`` if it has them.
 
     Raises:
         ValueError: the record does not have this form.
@@ -91,7 +90,7 @@ def _message(message: dict[str, Any]) -> dict[str, str]:
 
 def _call(name: Any = None, arguments: Any = None, **_: Any) -> str:
     """A tool call, as a model writes it."""
-    # OpenAI logs the arguments as the model wrote them; others log them parsed.
+    # OpenAI logs the arguments as the text that the model wrote; others log them parsed.
     written = arguments if isinstance(arguments, str) else _json(arguments)
     return f'{{"name": {_json(name)}, "arguments": {written}}}'
 

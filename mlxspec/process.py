@@ -15,8 +15,8 @@ from pathlib import Path
 def open_standard_streams() -> None:
     """Open the null device in place of each standard stream that is closed.
 
-    Otherwise the next file to be opened would get its descriptor. MLX treats descriptor 0 as a
-    failure, and anything printed would end up in that file.
+    Otherwise the next file to be opened would get the closed stream's descriptor. MLX treats
+    descriptor 0 as a failure, and output to the stream would end up in that file.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
@@ -36,8 +36,8 @@ def prefer_openblas() -> None:
     """Load OpenBLAS for MLX's CPU back end on Linux, since MLX's wheel has the slow reference BLAS.
 
     OpenBLAS comes from the package ``scipy-openblas32``, which mlxspec installs. It must be loaded
-    before ``mlx.core`` is first imported; after that, this function only warns.
-    ``MLXSPEC_OPENBLAS=0`` turns it off. It does nothing on other systems or back ends.
+    before ``mlx.core`` is first imported; after that, this function only warns. It does nothing on
+    other systems or back ends, or if ``MLXSPEC_OPENBLAS=0`` is set.
     """
     if sys.platform != "linux" or os.environ.get(ENVIRONMENT_VARIABLE) == "0":
         return
@@ -60,9 +60,10 @@ def prefer_openblas() -> None:
             stacklevel=3,
         )
         return
-    # OpenBLAS's threads spin for 2^16 cycles before they sleep, about as long as it takes to wake
-    # one. The default, 2^26, lasts many steps, and the spinning threads take cores from the thread
-    # that builds the next forward. OpenBLAS reads the variable when it is loaded.
+    # With this value, OpenBLAS's threads spin for 2^16 cycles before they sleep, about as long as
+    # it takes to wake a thread. The default of 2^26 cycles lasts many steps, in which the spinning
+    # threads take cores from the thread that builds the next forward. OpenBLAS reads the variable
+    # when it is loaded.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "16")
     with suppress(OSError):
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
@@ -75,10 +76,10 @@ _LARGE = 128 << 10  # glibc's initial threshold
 def give_back_large_blocks() -> None:
     """Make glibc return freed blocks of 128 KiB or more to the system.
 
-    By default glibc raises this threshold, up to 32 MiB, each time a larger block is freed. It
-    keeps smaller blocks in its heap. MLX's CPU back end allocates buffers of all sizes, above all
-    for KV caches, and the holes that they leave in the heap grow for half an hour. This function
-    does nothing on other systems.
+    glibc keeps smaller blocks in its heap. By default it raises this threshold, up to 32 MiB, each
+    time a larger block is freed. MLX's CPU back end allocates buffers of all sizes, above all for
+    KV caches, and the holes that they leave in the heap grow for half an hour. This function does
+    nothing on other systems.
     """
     if sys.platform == "linux":
         with suppress(AttributeError):  # the C library is not glibc
@@ -104,4 +105,4 @@ def mlx_settings() -> str:
 
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as in shells: 128 + SIGINT."""
+"""The exit status after Ctrl-C: 128 + SIGINT, as in shells."""

@@ -1,4 +1,4 @@
-"""Generated text on standard output: in two colours, with control characters made visible."""
+"""Writes generated text to standard output, in two colours and with visible control characters."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TextIO
 _ACCEPTED = "\x1b[1;38;5;32m"
 _PLAIN = "\x1b[0m"
 
-# Control characters become their pictures, from U+2400. C1 controls, and characters that reorder
-# text or take no space, have no pictures and become U+FFFD. A carriage return would overwrite its
-# line; dropping it leaves the line break of CR LF. The two joiners stay: Persian, the scripts of
-# India and many emoji need them.
+# Control characters become their Unicode pictures, from U+2400. C1 controls, and characters that
+# reorder text or take no space, have no pictures and become U+FFFD. A carriage return would let the
+# next characters overwrite the line, so it is dropped; of CR LF, the line feed is left. The two
+# joiners stay, since Persian, the scripts of India and many emoji need them.
 _VISIBLE: dict[int, int | None] = {
     **{code: 0x2400 + code for code in range(0x20) if chr(code) not in "\t\n"},
     ord("\r"): None,
@@ -29,8 +29,8 @@ _JOINERS = dict.fromkeys((0x200C, 0x200D), 0xFFFD)
 def visible(text: str) -> str:
     """Replace control, escape and bidirectional override characters with visible signs.
 
-    This works character by character, so it also catches a sequence that is split across calls.
-    Newlines and tabs stay.
+    Newlines and tabs stay. Each character is treated separately, so an escape sequence is also made
+    harmless if it is split across calls.
     """
     return text.translate(_VISIBLE)
 
@@ -38,7 +38,7 @@ def visible(text: str) -> str:
 def one_line(text: object) -> str:
     """Make text from users or files safe to print, on one line.
 
-    Like :func:`visible`, but joiners are replaced, too, since invisible characters could make two
+    Unlike :func:`visible`, it also replaces joiners, since invisible characters could make two
     different names look the same.
     """
     return visible(" ".join(str(text).split())).translate(_JOINERS)
@@ -54,8 +54,8 @@ def wants_color(stream: TextIO, color: bool | None = None) -> bool:
 
     Args:
         stream: standard output or standard error.
-        color: the user's choice. With None, a terminal that supports colours gets them, unless
-            ``NO_COLOR`` is set (https://no-color.org).
+        color: the user's choice. If it is None, the answer is yes for a terminal that supports
+            colours, unless ``NO_COLOR`` is set (https://no-color.org).
     """
     if color is not None:
         return color
@@ -90,7 +90,7 @@ class TokenPrinter:
         self._stream.flush()
 
     def finish(self) -> None:
-        """End the last line, if it is not ended yet."""
+        """End the last line with a newline, unless it already ends with one."""
         if self._last != "\n":
             self._stream.write("\n")
             self._stream.flush()

@@ -98,8 +98,8 @@ class BenchOptions:
     )
     submit: bool = option_field(
         "--submit",
-        "Also measure the cost of rows, and write a report. It is shown, and opened as an issue on "
-        "GitHub if you agree.",
+        "Also measure the cost of rows, and write a report. The report is shown, and opened as an "
+        "issue on GitHub if you agree.",
         default=False,
         group="Output",
     )
@@ -112,9 +112,9 @@ class BenchOptions:
 def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) -> None:
     """Measure plain decoding, mlx-lm and the drafting decoders on MODEL.
 
-    They take turns on the same prompts in one process. Outputs are compared token by token. A
-    decoder whose outputs differ by more than near ties gets no overall speed-up, and the exit
-    status is 1. With a trained head, auto is also measured without it.
+    They take turns on the same prompts in one process. Outputs are compared token by token. If a
+    decoder's outputs differ by more than near ties, it gets no overall speed-up, and the exit
+    status is 1. With a trained head, auto is also measured without the head.
 
     \b
     Examples:
@@ -139,7 +139,7 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
     # Check everything that needs no model before one is loaded, or even downloaded.
     backends = {PLAIN: BACKENDS[PLAIN], **chosen(asked.decoders, BACKENDS)}
     if asked.temp > 0:
-        backends.pop(MLX_LM, None)  # its random numbers differ
+        backends.pop(MLX_LM, None)  # mlx-lm's random numbers differ from mlxspec's
     if asked.drafter is not None:
         backends |= backends_with(load_drafter(asked.drafter))
     check_one(head=asked.head, no_head=asked.no_head)
@@ -185,7 +185,8 @@ def _report(
     if head is not None and attach_head(head, loaded) is None:
         head = None
     about = model_facts(loaded, model, head)
-    # First, so that the planner knows them, and so that the command fails early on a busy machine.
+    # Measured first, so that the planner knows the costs, and so that the command fails early if
+    # the machine is busy.
     curves = measured_curves(loaded, about["name"]) if asked.submit else []
     if head is not None:
         with_head = {AUTO: decoding(Auto(head=head)), "auto without head": backends[AUTO]}
@@ -245,21 +246,21 @@ _FIGURES = ("speedup", "vs_mlx_lm", "tokens_per_step", "rows_per_step", "accepta
 
 
 def bench_tables(report: Report) -> Iterator[RenderableType]:
-    """Speeds by category and overall, how exact the outputs are, and which decoder is fastest."""
+    """The report's tables and lines: speeds, how exact the outputs are, the fastest decoder."""
     from ..bench.measure import exactness, verdict
 
     yield from map(one_line, _heading(report["model"], report["machine"]))
     decoders = report["decoders"]
     table = folding_table(
         *("category", "prompts", *decoders),
-        caption="tokens/s without prefill, and the ratio to plain decoding, turn by turn",
+        caption="tokens/s without prefill, and the speed relative to plain decoding",
     )
     for category, entry in report["categories"].items():
         speeds = entry["decoders"].values()
         cells = (f"{of['tokens_per_second']:.1f}  {ratio(of['speedup'])}" for of in speeds)
         table.add_row(one_line(category), str(entry["prompts"]), *cells)
     yield table
-    yield figures_table("all", decoders, _FIGURES, "speed-ups: geometric means of the categories")
+    yield figures_table("all", decoders, _FIGURES, "speed-ups: geometric means over categories")
     if skipped := report["settings"].get("prompts_too_long"):
         yield f"{counted(skipped, 'prompt')} left out: longer than the model's context"
     yield exactness(report)

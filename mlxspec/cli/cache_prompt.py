@@ -45,7 +45,7 @@ def cache_prompt_command(
 ) -> None:
     """Process a prompt and keep its KV cache in a file.
 
-    A generation that begins with this prompt need not process it again.
+    Generations that continue this prompt then need not process it again.
 
     \b
     Examples:
@@ -55,8 +55,8 @@ def cache_prompt_command(
     The prompt may also come through a pipe. 'generate' needs the same --model and --adapter-path.
 
     "mlx_lm.generate --prompt-cache-file" reads this file, too, and 'generate' reads files of
-    "mlx_lm.cache_prompt". With a chat template the prompt begins the user's message, and the later
-    prompt continues it.
+    "mlx_lm.cache_prompt". With a chat template, this prompt is the beginning of the user's message,
+    and the prompt of 'generate' is the rest.
     """
     import mlx.core as mx
     from mlx_lm.generate import generate_step
@@ -94,7 +94,7 @@ def cache_prompt_command(
 
 
 ADAPTERS_OF_FILE = "adapter_path"
-"""The key of the adapters' directory in the metadata of a file; the value is "" for none."""
+"""The key of the adapters' directory in a file's metadata; the value is "" without adapters."""
 _LONGEST_NAME = 200  # characters of a model's name to show
 _QUERY = "<query>"  # mlx-lm's placeholder, which no template contains
 
@@ -103,9 +103,9 @@ class CachedPrompt:
     """The content of a prompt cache file, which other prompts can continue.
 
     Args:
-        file: made by ``mlxspec cache-prompt`` or ``mlx_lm.cache_prompt``.
-        model: the model that will continue it.
-        adapter_path: its adapters.
+        file: the file, made by ``mlxspec cache-prompt`` or ``mlx_lm.cache_prompt``.
+        model: the model that will continue the prompt.
+        adapter_path: the directory of the model's adapters.
 
     Raises:
         FileError: the file is missing, damaged or of another kind, or made with another model or
@@ -128,9 +128,9 @@ class CachedPrompt:
     def continued(
         self, prompt: str | list[int], options: PromptOptions, decoder: Decoder
     ) -> tuple[list[int], dict[str, Any]]:
-        """The tokens to generate from, and the options of :meth:`.Generation.request` for them.
+        """The whole prompt's tokens, and options for :meth:`.Generation.request`.
 
-        If the file lists its tokens, drafts can be taken from them, too.
+        If the file lists the tokens in its cache, drafts can be taken from these, too.
 
         Raises:
             FileError: the file belongs to another model.

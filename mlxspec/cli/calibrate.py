@@ -43,7 +43,7 @@ class CalibrateOptions:
     contexts: tuple[int, ...] = option_field(
         "--context N",
         "Measure after N tokens of context; repeatable.  [default: 64, 1000 and "
-        "8000, or as many as the model and the memory allow]",
+        "8000, as far as the model and the memory allow]",
         type=COUNT,
         multiple=True,
     )
@@ -56,13 +56,13 @@ class CalibrateOptions:
     no_head: bool = option_field(*NO_HEAD, default=False)
     sequences: int = option_field(
         "--sequences N",
-        "Measure steps that N sequences share; T(1) is then a plain step of all.",
+        "Measure steps that N sequences share; T(1) is then the time of a plain step of all.",
         default=1,
         type=COUNT,
     )
     show: bool = option_field(
         "--show",
-        "Show the known times of MODEL, or of all models, and measure nothing.",
+        "Show the times that are known for MODEL, or for all models, and measure nothing.",
         default=False,
     )
 
@@ -72,7 +72,7 @@ class CalibrateOptions:
 @options_of(CalibrateOptions, "asked", "Measurement")
 @options_of(ReportOptions, "shows", "Output")
 def calibrate_command(model: str | None, asked: CalibrateOptions, shows: ReportOptions) -> None:
-    """Measure how long steps of MODEL take by their number of rows, and keep the times.
+    """Measure how long MODEL's steps take with different numbers of rows, and keep the times.
 
     \b
     Examples:
@@ -81,14 +81,14 @@ def calibrate_command(model: str | None, asked: CalibrateOptions, shows: ReportO
       mlxspec calibrate demo --sequences 4
       mlxspec calibrate --show
 
-    A draft of M - 1 tokens pays if its step emits more than T(M)/T(1) tokens. The default decoder
-    measures T quickly at first use and corrects it with every step. This command measures it
-    carefully, best on an otherwise idle machine. It measures after short and long contexts, since
-    attention to a long context can make wide drafts much more expensive. Between these lengths,
-    times are assumed to follow a straight line. On a GPU it also finds out whether wide drafts are
-    faster with their attention split. With a trained head, it also shows the time of the head's
-    drafts, which adds to the step's. If the times scatter too much, nothing is kept, and the exit
-    status is 1. The times are kept in the user's cache directory, or in the directory that
+    T(M) is the time of a step with M rows. A draft of M - 1 tokens pays if its step emits more than
+    T(M)/T(1) tokens. The default decoder measures T quickly at first use, and corrects it with
+    every step. This command measures T carefully; run it while the machine is otherwise idle. It
+    measures after short and long contexts, since attention to a long context can make wide drafts
+    much more expensive. For lengths between these, it interpolates. On a GPU it also finds out
+    whether wide drafts are faster with their attention split. With a trained head, it also shows
+    how much time the head's drafts add to a step. If the times scatter too much, nothing is kept,
+    and the exit status is 1. The times are kept in your cache directory, or in the directory that
     MLXSPEC_CACHE_DIR names.
     """
     several = asked.sequences > 1
@@ -110,7 +110,7 @@ def _curve(key: CostKey, context: int, known: KnownTimes) -> Report:
     """The cost curve after a context.
 
     Each of its times has ``rows``, ``seconds``, the ``cost`` T(rows)/T(1), and the ``error``: half
-    of the cost's relative 95 % interval.
+    the width of the cost's 95 % interval, relative to the cost.
     """
     from ..drafting.measurement import cost_errors
 
@@ -139,8 +139,8 @@ def _measured(name: str, asked: CalibrateOptions) -> Report:
     """Load a model, measure it carefully, and keep the times.
 
     Returns:
-        the curve of the shortest context, with the curves of longer contexts, and with the kind and
-        the times of the head, if there is one.
+        the curve after the shortest context. It includes the curves after longer contexts, and the
+        kind and the times of the head, if there is one.
     """
     from ..engine.heads import attach_head
     from ..models.heads.loading import load_with_head
@@ -161,13 +161,13 @@ def _measured(name: str, asked: CalibrateOptions) -> Report:
 def measured_curves(
     model: nn.Module, name: str, contexts: Sequence[int] = (), sequences: int = 1
 ) -> list[Report]:
-    """Measure carefully, and keep the times. If interrupted, the cache stays as it was.
+    """Measure carefully, and keep the times. If interrupted, the kept times stay as they were.
 
     Args:
         model: an mlx-lm model.
         name: the model's name in reports.
         contexts: the context lengths to measure at; by default a short one and longer ones.
-        sequences: how many share each step.
+        sequences: how many sequences share each step.
 
     Raises:
         MlxspecError: the times are too noisy; nothing is kept.
@@ -180,7 +180,7 @@ def measured_curves(
     for asked in contexts:
         costs.check_context(model, CAREFUL, asked)
     cache = CostCache()
-    # Shared steps are measured with attention split as in use.
+    # Shared steps are measured with the split of attention that generation uses.
     split_attention(model, costs.split_length(cache.read(costs.cost_key(model))))
     found = {}
     for context in sorted(set(contexts)) or costs.measured_contexts(model, sequences):
@@ -195,7 +195,7 @@ def measured_curves(
             )
         if problem := noise(found[context].times):
             raise MlxspecError(
-                f"{name}: {problem}; earlier times stay, and nothing new is kept: close other "
+                f"{name}: {problem}; the new times are not kept, earlier ones stay: close other "
                 "programs and measure again"
             )
     key = costs.cost_key(model).of_sequences(sequences)
@@ -254,7 +254,7 @@ def _tables(report: Report) -> Iterator[RenderableType]:
             seconds, cost = f"{1000 * draft['seconds']:.2f}", f"{draft['cost']:.2f}"
             table.add_row(str(draft["tokens"]), seconds, cost)
         yield table
-        yield "If the head drafts for a step, this time adds to the step's T(M)/T(1).\n"
+        yield "If the head drafts for a step, this time is added to the step's T(M)/T(1).\n"
 
 
 def _heading(curve: Report) -> Iterator[RenderableType]:

@@ -55,19 +55,19 @@ def config_command(ctx: click.Context) -> None:
     \b
     Settings:
       model          the default model
-      max-tokens     --max-tokens of generate, explain and chat
-      temp           --temp of generate, explain and chat
-      system-prompt  --system-prompt of chat
+      max-tokens     the default of --max-tokens in generate, explain and chat
+      temp           the default of --temp in generate, explain and chat
+      system-prompt  the default of --system-prompt in chat
       mlx-settings   MLX's tuning variables, as NAME=1,OTHER=512
       alias.NAME     the model that NAME stands for, wherever a MODEL is named
 
-    The default model answers when a command line names none. It is the model in MLXSPEC_MODEL, the
-    one set here, the directory mlx_model, or demo, whichever comes first. Options on a command line
-    override these settings, as do environment variables. An alias takes precedence over a directory
-    of the same name; ./NAME is the directory.
+    The default model is used when a command line names no model. It is the first of these that
+    exists: the model in MLXSPEC_MODEL, the model set here, the directory mlx_model, and demo.
+    Options on a command line override these settings, as do environment variables. An alias takes
+    precedence over a directory of the same name; ./NAME is the directory.
 
-    The settings are in config.toml in your configuration directory, or in the directory
-    MLXSPEC_CONFIG_DIR. You may edit the file; comments are kept.
+    The settings are in the file config.toml in your configuration directory, or in the directory
+    that MLXSPEC_CONFIG_DIR names. You may edit the file; comments are kept.
     """
     if ctx.invoked_subcommand is None:
         with reported():
@@ -77,7 +77,7 @@ def config_command(ctx: click.Context) -> None:
 # A value may begin with a dash, such as -1.
 @config_command.command("set", context_settings={"ignore_unknown_options": True})
 @_key
-@argument("value", "Its value.", shell_complete=names_completed(known_names))
+@argument("value", "The value of KEY.", shell_complete=names_completed(known_names))
 def set_command(key: str, value: str) -> None:
     """Set KEY to VALUE."""
     config, read = load_config(), checked(key, value)
@@ -116,10 +116,10 @@ def _show(config: dict[str, Any]) -> None:
 
 
 def _model(name: str, config: dict[str, Any]) -> str:
-    """A model's name, valid from every directory: a directory becomes an absolute path.
+    """A model's name in a form that is valid from every directory: paths are absolute.
 
     Raises:
-        OptionError: it is neither a directory nor the name of a repository.
+        OptionError: the name is neither a directory's nor a repository's.
     """
     if name == DEMO or ALIAS_PREFIX + name in config:
         return name

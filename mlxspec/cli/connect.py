@@ -1,7 +1,7 @@
 """``mlxspec connect``: points an editor, an agent or a chat page at a running server.
 
-A client that can be started with a separate settings file gets one, and its usual settings stay
-unchanged. Each template names the client's documentation or source that it follows.
+If a client can be started with a separate settings file, that file is written, and the client's
+usual settings stay unchanged. Each template names the documentation or source that it follows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CLIENTS = {
     "cline": ("Cline", "fields in its window, or a command"),
     "open-webui": ("Open WebUI", "fields in its window, or variables"),
 }
-"""Clients by their names on the command line, with their own names and the way to set them up.
+"""The clients' titles and how to set them up, by the clients' names on the command line.
 
 ``clients/NAME.yaml`` is a Jinja template that points a client at a server.
 """
@@ -147,10 +147,10 @@ def connect_command(
     yes: bool,
     color: bool | None,
 ) -> None:
-    """Show how to point CLIENT at a running server, or do it with --write.
+    """Show the settings that point CLIENT at a running server, or write them with --write.
 
-    Without CLIENT, list the clients. The server reports the names and context lengths of its
-    models. Nothing is written without --write, which leaves everything else in a file unchanged.
+    Without CLIENT, list the clients. The names and context lengths of the models come from the
+    server. Nothing is written without --write, which leaves a file's other content unchanged.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""``mlxspec convert``: converts a checkpoint to a directory that MLX loads."""
+"""``mlxspec convert``: converts a checkpoint to a directory that mlx-lm can load."""
 
 import shlex
 from functools import partial
@@ -20,7 +20,7 @@ _result = partial(option, group="Result")
 @model_argument("The checkpoint: a Hub repository, a directory, or an alias of 'mlxspec config'.")
 @_checkpoint(
     "--torch-path DIR",
-    "MODEL in Mistral's or Llama's original form: consolidated.*, params.json, tokenizer.model.",
+    "MODEL in Mistral's or Llama's original format: consolidated.*, params.json, tokenizer.model.",
     type=NAME,
 )
 @_checkpoint("--hf-path DIR_OR_REPO", "MODEL as a Hugging Face checkpoint.", type=NAME)
@@ -42,7 +42,7 @@ _result = partial(option, group="Result")
 )
 @_result("--force", "Replace an existing model at --mlx-path.")
 def convert_command(model: str | None, **options: Any) -> None:
-    """Convert a model's weights and tokenizer for MLX, or its trained head.
+    """Convert a model's weights and tokenizer, or its trained head, for MLX.
 
     \b
     Examples:
@@ -50,8 +50,8 @@ def convert_command(model: str | None, **options: Any) -> None:
       mlxspec convert mistral-7B-v0.3 -q
       mlxspec convert --head Qwen/Qwen3.5-4B -q --mlx-path qwen-head
 
-    A directory with params.json or consolidated.* is read as an original of Mistral or Llama,
-    anything else as a Hugging Face checkpoint. "python convert.py" is the same command.
+    A directory with params.json or consolidated.* is read as an original checkpoint of Mistral or
+    Llama, anything else as a Hugging Face checkpoint. "python convert.py" is the same command.
     """
     from ..convert.conversion import convert
 

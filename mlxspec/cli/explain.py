@@ -59,12 +59,13 @@ def explain_command(
     shows: ReportOptions,
     color: bool | None,
 ) -> None:
-    """Show what steps of speculative decoding do.
+    """Generate text, and show what some steps of speculative decoding did.
 
     Each step is drawn as its draft tree: which tokens were drafted, where they came from, what the
-    model chose, and how much was accepted.
+    model chose, and which were accepted.
 
-    Prompt, options and output are the same as with 'mlxspec generate'.
+    The prompt and the options have the same meaning as with 'mlxspec generate', and the same text
+    is generated.
 
     \b
     Examples:
@@ -117,15 +118,15 @@ _FATES = {
     "rejected": ("✗", "color(166)"),
     "not reached": ("○", "dim"),
 }
-"""The possible fates of a node, with sign and style; children are drawn in this order."""
+"""The possible fates of a node, with their signs and styles. Siblings are drawn in this order."""
 
 
 def fates_of(step: RecordedStep) -> list[str]:
     """The fates of the nodes of a step's tree.
 
-    A node is rejected if its parent was accepted and the target chose another token there. Nodes
-    below a rejected node, or after the output's end, were not reached. The bonus token comes last,
-    unless the output ended before it.
+    A node is rejected if its parent was accepted and the target chose another token than the
+    node's. Nodes below a rejected node, or after the output's end, were not reached. The last fate
+    is that of the bonus token, unless the output ended before it.
     """
     verified = step.verified
     has_bonus = len(verified.tokens) > len(verified.accepted)
@@ -174,7 +175,7 @@ def _text_of(tokenizer: TokenizerWrapper) -> TextOf:
 
 
 def _piece(token: int, text_of: TextOf) -> str:
-    """The text of a token with a sign for spaces, or its id if it has no text of its own."""
+    """The text of a token with a sign for each space; its id if it has no text of its own."""
     text = text_of([token]).replace(" ", _SPACE)
     return text if text.strip("\ufffd") and cell_len(text) else f"<{token}>"
 
@@ -220,7 +221,7 @@ def _step(step: RecordedStep, before: list[int], text_of: TextOf) -> Iterator[Re
 
 
 def _tree(step: RecordedStep, text_of: TextOf) -> Tree:
-    """The draft tree with the bonus token; successive nodes without branches share a line."""
+    """The draft tree with the bonus token; nodes in a row without branches share a line."""
     verified, fates = step.verified, fates_of(step)
     tokens = *verified.tree.tokens, verified.tokens[-1]
     parents = *verified.tree.parents, (0, *verified.accepted)[-1]
@@ -230,7 +231,7 @@ def _tree(step: RecordedStep, text_of: TextOf) -> Tree:
         children[parents[node]].append(node)
 
     def line(run: Sequence[int]) -> Text:
-        """The tokens, the target's choice after them, and their origin if it changes."""
+        """A line: its tokens, the target's choice after them, and their origin if it is new."""
         first, last = run[0], run[-1]
         text = Text().append(*_FATES[fates[first]])
         for node in run:

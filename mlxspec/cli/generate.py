@@ -54,7 +54,7 @@ _output = partial(option, group="Output")
 )
 @_model(
     "--prompts FILE",
-    "Answer each line of FILE, several at a time: see below; - reads standard input.",
+    "Answer each line of FILE, several at a time (see below); - reads standard input.",
     type=NAME,
 )
 @_model(
@@ -67,23 +67,24 @@ _output = partial(option, group="Output")
 @generation_options()
 @_output("-q --quiet", "Show only the text: no figures, progress or notes.")
 @color_option("Output")
-@_output("--stats", "Show the measured time of steps by their number of rows.")
+@_output("--stats", "Also show the measured time of steps for each number of rows.")
 @_output("--json", "Write one JSON object instead of text.", "as_json")
 @_output(
     "--logprobs K",
-    "With --json or --prompts: log-probabilities of each token, and of the K likeliest tokens "
-    "in its place.",
+    "With --json or --prompts: add the log-probabilities of each token, and of the K likeliest "
+    "tokens at its position.",
     type=click.IntRange(0),
 )
 def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -> None:
     """Generate text with speculative decoding.
 
-    PROMPT is the instruction or question. Pipe an input text, or name its file with --prompt-file.
-    The model gets the text, a blank line and PROMPT. Without PROMPT, the text is the prompt.
+    PROMPT is the instruction or question. To add an input text, pipe it in, or name its file with
+    --prompt-file. The model gets the text, a blank line and PROMPT. Without PROMPT, the text is the
+    prompt.
 
-    A draft is the text that followed the latest words before: in the prompt, the output or earlier
-    outputs. The model verifies a draft in one forward, so the text is the model's own and only the
-    speed changes.
+    A draft is text that followed the latest words where they occurred before: in the prompt, the
+    output or earlier outputs. The model verifies a draft in one forward, so the text is the model's
+    own and only the speed changes.
 
     \b
     Examples:
@@ -102,14 +103,14 @@ def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -
     A line of --prompts is JSON: {"prompt": "text"}, {"prompt": [token ids]}, {"messages":
     [{"role": "user", "content": "..."}]} or just "text". It may set "max_tokens", "stop",
     "stop_tokens" and sampling options by their names ("temp", "top_p", "seed", ...); the options of
-    the command are the defaults. Its "id" is copied into the result. The results are lines of JSON
-    in the same order, with the keys of --json. Each is written once all results before it are. If a
-    line cannot be answered, its result has an "error", the others are answered, and the exit status
-    is 1.
+    the command are the defaults. If it has an "id", this is copied into the result. The results are
+    lines of JSON in the order of the prompts, with the keys of --json. A result is written when all
+    results before it have been. If a line cannot be answered, its result has an "error", the other
+    lines are answered, and the exit status is 1.
 
     Standard input is read if it is a pipe, or a file that has not been read from yet. A pipe that
-    stays open and empty is ignored after 10 seconds. In a script that reads a pipe itself, run
-    "mlxspec generate ... < /dev/null".
+    stays open and empty is ignored after 10 seconds. If your script reads its own standard input
+    from a pipe, run "mlxspec generate ... < /dev/null" in it.
 
     Only the text goes to standard output: unchanged in a file or a pipe, with control characters
     made visible at a terminal. Figures, notes and errors go to standard error.
@@ -140,7 +141,7 @@ def answer(
 ) -> None:
     """Answer one prompt; with a ``leader``, the model is split over its ranks.
 
-    If Ctrl-C ends the generation, show the partial result and exit with status 130.
+    If Ctrl-C ends the generation, it shows the partial result and exits with status 130.
 
     Args:
         shows: the options ``quiet``, ``color``, ``stats`` and ``as_json``.
@@ -209,7 +210,7 @@ def figures_panel(result: GenerationResult, legend: bool) -> Panel:
 
 
 def step_times_table(step_times: list[StepTime]) -> Table:
-    """The median time of steps by their rows, and the verify cost."""
+    """A table of the median time of steps, and the verify cost, for each number of rows."""
     table = folding_table("rows", "steps", "ms", "cost")
     for time in step_times:
         cost = "–" if time.cost is None else f"{time.cost:.2f}"

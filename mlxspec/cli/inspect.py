@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _DRAFTS = {
     "tree": "trees: several continuations are verified in one forward",
     "chain": "chains: one continuation is verified in one forward",
-    "replay": "chains; after a rejection the states of recurrent layers are computed again",
+    "replay": "chains; after a rejection, recurrent layers compute their states again",
     "plain": "none: the model decodes token by token",
 }
 _SIZES = {"hidden_size": "features", "vocab_size": "tokens", "num_hidden_layers": "layers"}
@@ -43,9 +43,9 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
       mlxspec inspect ./mlx_model --json | jq -r .tier
 
     The command runs the model to find out which drafts it verifies; the architecture's name does
-    not matter. After a rejection, the caches must be as if only the accepted tokens had run. It
-    also tests how several sequences can share a forward, where each must get the same result as
-    alone, and whether the result of a prompt depends on its chunks.
+    not matter. After a rejection, the caches must be as if only the accepted tokens had run. The
+    command also tests whether several sequences can share a forward, with the same results as when
+    each runs alone, and whether a prompt's result depends on the chunks in which it is processed.
     """
     from ..engine.costs import model_identity
     from ..models.heads import named_kind, sizes_needed
@@ -68,7 +68,7 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
         target = {"families": list(own.kind.families), **sizes_needed(own.config)}
         report = {"most": examined.most, "target": target}
     identity = model_identity(examined)
-    # The average in memory: on the CPU, weights and scales in half precision become float32.
+    # The bits per weight are those in memory: on the CPU, half precision becomes float32.
     report |= {key: identity[key] for key in ("type", "parameters", "bits_per_weight")}
     report["head"] = own and {
         "kind": own.kind.title,
@@ -105,7 +105,7 @@ def _model_report(model: nn.Module) -> dict[str, Any]:
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, object]]:
-    """The report on a model, or on a head alone, as rows of text."""
+    """The report on a model, or on a head alone, as names and texts."""
     head, target = report["head"], report.get("target")
     rows: list[tuple[str, object]] = [
         ("head", f"{head['kind']}, {decimal(head['bytes'])}" if head else "none"),

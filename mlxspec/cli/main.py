@@ -21,7 +21,7 @@ _COMMANDS = {
 }
 """Subcommands by their headings in the help."""
 
-_WHOLE = 200  # characters, more than any description has
+_WHOLE = 200  # characters, more than any description has, so that none is cut
 
 
 class LazyGroup(Group):
@@ -64,10 +64,10 @@ def main() -> None:
 
 
 @command("help", short_help="Show the help of a command.")
-@argument("words", "The command, and a subcommand of it.", nargs=-1, metavar="[COMMAND]...")
+@argument("words", "The command, and its subcommand if any.", nargs=-1, metavar="[COMMAND]...")
 @click.pass_context
 def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
-    """Show the help of a command, like its --help; without a command, the help of mlxspec.
+    """Show the help of a command, as its --help does; without a command, the help of mlxspec.
 
     \b
     Examples:
@@ -93,12 +93,12 @@ def completion_command(shell: str) -> None:
       eval "$(mlxspec completion zsh)"
       mlxspec completion fish | source
 
-    To enable it in every new shell, put the line into ~/.bashrc, or after compinit into ~/.zshrc.
-    For fish, write the script to ~/.config/fish/completions/mlxspec.fish. bash must be 4.4 or
-    newer; macOS comes with an older one.
+    To enable completion in every new shell, put the line above into ~/.bashrc, or into ~/.zshrc
+    after compinit. For fish, write the script to ~/.config/fish/completions/mlxspec.fish. bash must
+    be version 4.4 or newer; macOS comes with an older one.
 
-    It completes models in the Hugging Face Hub's cache, aliases of 'mlxspec config', and
-    directories.
+    The models that are completed are those in the Hugging Face Hub's cache, aliases of 'mlxspec
+    config', and directories.
     """
     kind = get_completion_class(shell)
     assert kind is not None

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _model_option = option(
     "-m --model MODEL",
-    "Only for one tokenizer: a directory, a Hub repository, an alias, 'demo', or a tokenizer's "
-    "file.",
+    "Only for the tokenizer of MODEL: a directory, a Hub repository, an alias, 'demo', or a "
+    "tokenizer's file.",
     type=MODEL,
 )
 
@@ -41,14 +41,15 @@ _model_option = option(
 class Memories(ExitStack):
     """The memories that keep a command's answers, until the end of the ``with`` block.
 
-    Models with the same tokenizer share one. At the end, the answers are on disk, and are sorted.
-    If an error ends the block, the next run sorts them.
+    Models with the same tokenizer share one memory. At the end of the block, the answers are on
+    disk and sorted. If an error ends the block, they are on disk, and the next run sorts them.
 
     Args:
-        keeps: False ignores the kept answers, whatever the user's settings are.
+        keeps: whether to follow the user's settings; False neither keeps answers nor drafts from
+            kept ones.
 
     Attributes:
-        keeps: as given.
+        keeps: as passed.
 
     Raises:
         OptionError: the variable MLXSPEC_MEMORY has an invalid value.
@@ -92,9 +93,9 @@ class Memories(ExitStack):
         return self._memories[identity.fingerprint]
 
     def suggest_once(self) -> None:
-        """At a terminal, suggest keeping answers, once per user.
+        """At a terminal, suggest once per user to keep answers.
 
-        Creates the memory's directory, which records that the suggestion was shown.
+        It creates the memory's directory. If the directory exists, the suggestion was shown before.
         """
         from ..corpus.answers import memory_directory
 
@@ -109,7 +110,7 @@ class Memories(ExitStack):
 
 @group("memory", short_help="Keep answers between runs, to draft from.")
 def memory_command() -> None:
-    """Keep answers between runs to draft from; show, forget or export them.
+    """Keep answers between runs, to draft from them; show, forget or export them.
 
     \b
     Examples:
@@ -124,11 +125,11 @@ def memory_command() -> None:
     them.
 
     Whether the memory is on or off, mlxspec learns from each output which drafts tend to be right.
-    It keeps a few kilobytes of weights for each model, and no text. --no-memory turns both off for
-    a run, as does MLXSPEC_MEMORY=off.
+    It keeps a few kilobytes of weights for each model, and no text. The option --no-memory turns
+    off both the memory and this learning for one run, as does the variable MLXSPEC_MEMORY=off.
 
     MLXSPEC_MEMORY=on turns the memory on, and MLXSPEC_MEMORY=DIR turns it on with the answers in
-    DIR. All of these override 'memory on' and 'memory off'.
+    DIR. The option and the variable override 'memory on' and 'memory off'.
     """
 
 
@@ -136,7 +137,7 @@ def memory_command() -> None:
 @_model_option
 @option(
     "--max-tokens N",
-    "Tokens to keep per tokenizer; the oldest answers are dropped.  [default: as before, or "
+    "Keep at most N tokens per tokenizer, and drop the oldest answers.  [default: as before, or "
     "50,000,000]",
     type=click.IntRange(min=2),
 )
@@ -180,10 +181,10 @@ def _switch(model: str | None, keeps: bool, max_tokens: int | None = None) -> No
 @_model_option
 @option("--json", "Write one JSON object instead of text.", "as_json")
 def show_command(model: str | None, as_json: bool) -> None:
-    """Show how much is kept, where, and how much it helped.
+    """Show how many answers are kept, where, and how much they helped.
 
-    For each tokenizer, it shows the share of the answers' tokens that were accepted drafts from
-    each source: the context, kept answers, a store, and so on. --json has these figures by day.
+    For each tokenizer, it shows which share of the answers' tokens were accepted drafts from each
+    source: the context, kept answers, a store, and so on. --json gives these figures by day.
     """
     from ..corpus.answers import memory_directory, settings_in_force
     from ..drafting.kept import experience_directory, kept_experience
@@ -242,8 +243,9 @@ def forget_command(
 ) -> None:
     """Forget answers, wherever they are kept.
 
-    With both --since and --matching, only answers that meet both conditions are forgotten, with
-    their figures. Running processes forget them, too. Damaged files are always removed.
+    With both --since and --matching, only answers that meet both conditions are forgotten. The
+    answers' figures are removed, too, and running processes also forget the answers. Damaged files
+    are always removed.
     """
     if matching is not None and not matching.strip():
         raise OptionError("--matching is empty: give a text, or use --all")
@@ -328,7 +330,7 @@ def _decoder(kept: KeptAnswers, tokenizer: Any) -> Callable[[np.ndarray], str]:
         tokenizer: their tokenizer; None loads the one that they were generated with.
 
     Raises:
-        LoadError: it cannot be loaded.
+        LoadError: the tokenizer cannot be loaded.
     """
     from ..corpus.answers import identify
 
@@ -338,7 +340,7 @@ def _decoder(kept: KeptAnswers, tokenizer: Any) -> Callable[[np.ndarray], str]:
             raise LoadError(f"{kept.model} now has another tokenizer")
     except LoadError as error:
         raise LoadError(
-            f"{error}; answers of {kept.identity} need its tokenizer: name a copy of it with "
+            f"{error}; to read the answers of {kept.identity}, name a copy of this tokenizer with "
             "--model"
         ) from error
     options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}

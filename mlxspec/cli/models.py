@@ -16,7 +16,7 @@ from .common.options import command, option
 from .common.output import folding_table, print_tables, write_json
 from .settings import load_aliases
 
-_RESERVE = 1.1  # memory for weights, caches and a forward, relative to the weights
+_RESERVE = 1.1  # the memory for weights, caches and a forward, as a multiple of the weights'
 
 
 @command("models", short_help="List the models on this machine.")
@@ -29,10 +29,11 @@ def models_command(as_json: bool) -> None:
       mlxspec models
       mlxspec models --json | jq -r '.models[] | select(.fits) | .name'
 
-    Your own are the directory mlx_model, if it exists here, and the models that 'mlxspec config'
-    names. LM Studio's are listed by directory. A model fits if its weights plus a tenth fit into
-    the memory that MLX may use: on a Mac's GPU, the amount that the driver recommends; elsewhere,
-    the system's memory. On a CPU, half-precision weights take twice their size.
+    Your own models are the directory mlx_model, if it exists here, and those that 'mlxspec config'
+    names. LM Studio's models are listed by directory. A model fits if the memory that MLX may use
+    is at least 1.1 times the size of its weights. On a Mac's GPU, that is the amount of memory that
+    the driver recommends; elsewhere, the system's memory. On a CPU, half-precision weights take
+    twice their size.
     """
     from ..engine.costs import whole_memory
 
@@ -70,10 +71,10 @@ def _found(memory: int, default: str) -> Iterator[dict[str, Any]]:
 
 
 def _directories(named: list[str]) -> dict[str, Path]:
-    """The directories of the models on this machine by name, each directory once.
+    """The directories of the models on this machine, by the models' names.
 
     Args:
-        named: names of models that the user has given; those that are directories are included.
+        named: names of models that the user has given. Those that are directories are included.
     """
     from ..models.on_machine import cached_repositories, lm_studio_folder, models_in
 

@@ -1,9 +1,9 @@
 """``mlxspec generate --prompts``: answers a file of prompts, several at a time.
 
-A line is ``{"prompt": …}`` or ``{"messages": …}``, with any options. Up to ``--concurrency`` lines
-run in an :class:`Engine` at once, and each result becomes a line of JSON. Results are written in
-the order of the file. If a prompt cannot be answered, its result gives the reason. Lines are read
-as they are needed, so a file may be larger than memory.
+A line is ``{"prompt": …}`` or ``{"messages": …}``, and may also have options. An :class:`Engine`
+runs up to ``--concurrency`` lines at once, and each result becomes a line of JSON. Results are
+written in the order of the file. If a prompt cannot be answered, its result gives the reason. Lines
+are read as they are needed, so a file may be larger than memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def answer_prompts(
     it writes the results so far and exits with status 130.
 
     Args:
-        file: has lines in the form that :func:`read_line` accepts; - is standard input.
+        file: a file of lines in the form that :func:`read_line` accepts; - is standard input.
         concurrency: the most prompts to answer at once.
         leader: splits the model over its ranks; None for one process.
         shows: ``quiet``, ``color`` and ``as_json``; the results are always JSON.
@@ -76,12 +76,12 @@ def answer_prompts(
     with click.open_file(file, "rb") as opened, Memories(keeps) as kept:
         console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
         decoder = generation.load(console, kept, leader)
-        # Options that no prompt could be answered with are an error of the command.
+        # If the options would make every prompt fail, the command fails.
         prompt.uses_template("", decoder.tokenizer)
         decoder.new_request([0], generation.max_tokens, generation.options(decoder))
         note_if_demo(generation.model)
         answers = PromptAnswers(generation, decoder, prompt, concurrency, logprobs)
-        # No bar is needed if results appear on the terminal.
+        # If results appear on the terminal, no progress bar is needed.
         shown = Console(quiet=True) if sys.stdout.isatty() else console
         bar = ProgressBar("answers", MofNCompleteColumn(), TimeElapsedColumn(), console=shown)
         interrupted = answers.run(json_lines(opened), bar)
@@ -102,7 +102,7 @@ _OPTIONS = _SAMPLING | {"max_tokens", "stop", "stop_tokens"}
 
 
 def read_line(value: Any) -> dict[str, Any]:
-    """Check a line, but not its options, and return its entries that are not null.
+    """Check a line except for its options, and return its entries that are not null.
 
     Raises:
         PromptError: it is not a prompt, or has an unknown key. The message does not name the line.
@@ -136,14 +136,14 @@ class PromptAnswers:
     """Answers the lines of a file and writes the results to standard output, in order.
 
     Attributes:
-        generation: the options of lines that do not set them.
+        generation: the options, which a line may override.
         decoder: the decoder of ``generation``.
         prompt: options of the chat template.
         concurrency: the most prompts to answer at once.
-        logprobs: how many of the likeliest tokens get log-probabilities in the results, besides the
-            chosen token; None for no log-probabilities.
+        logprobs: how many of the likeliest tokens get log-probabilities in the results, in addition
+            to the chosen token; None for no log-probabilities.
         failed: how many prompts could not be answered.
-        figures: the figures of the others.
+        figures: the figures of the prompts that were answered.
     """
 
     generation: Generation
@@ -171,11 +171,11 @@ class PromptAnswers:
 
         Args:
             lines: the number of each line, from 1, and its value, which is None if it is not JSON.
-            bar: shows how many are done.
+            bar: shows how many lines are done.
 
         Returns:
-            whether it was interrupted. Even then, it has written all finished answers, and the
-            unfinished parts of the others.
+            whether it was interrupted. Even then, all finished answers have been written, and the
+            others as far as they were generated.
         """
         started, interrupted = time.perf_counter(), False
         try:
@@ -192,7 +192,7 @@ class PromptAnswers:
         return interrupted
 
     def _begin_more(self, lines: Iterator[tuple[int, Any]]) -> bool:
-        """Start answers up to the limit; return whether any work is left."""
+        """Start as many answers as may run at once; return whether any work is left."""
         while self._engine.room > 0 and (line := next(lines, None)):
             number, value = line
             given_id = value.get("id") if isinstance(value, dict) else None
@@ -208,7 +208,7 @@ class PromptAnswers:
         """The request for a line.
 
         Raises:
-            MlxspecError: it cannot be answered.
+            MlxspecError: the line cannot be answered.
         """
         asked = read_line(value)
         source = asked.get("prompt") or asked["messages"]

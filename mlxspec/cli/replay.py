@@ -67,9 +67,9 @@ class ReplayOptions:
     )
     head_curve: str | None = option_field(
         "--head-curve P,P[,P...]@COST",
-        "Also replay a trained head, alone and with auto. Give the probabilities that its first "
-        "1, 2, … tokens are all right, and the time of each token in plain steps, as in "
-        ".76,.60,.50,.41@0.08.",
+        "Also replay a trained head, alone and with auto. Give the probabilities that the first "
+        "1, 2, … tokens that it drafts are all right, and the time to draft one token in plain "
+        "steps, as in .76,.60,.50,.41@0.08.",
     )
     decoders: str = option_field(
         "--decoder A,B",
@@ -86,10 +86,10 @@ class ReplayOptions:
     )
     memory: str | None = option_field(
         "--memory N[,N...]",
-        "Also replay the default decoder with memories of earlier outputs of these sizes: tokens, "
-        "with k for 1,024 and M for 1,048,576 (1M is usual), or 'all'. A memory sees the "
-        "outputs of all TRACES, category by category, in the order of the files, except those "
-        "that --limit leaves out.",
+        "Also replay the default decoder with a memory of earlier outputs, for each of these sizes "
+        "in tokens: k stands for 1,024 and M for 1,048,576 (1M is usual); 'all' is no limit. A "
+        "memory gets the outputs of all TRACES, one category after another, in the order of the "
+        "files, except those that --limit leaves out.",
     )
 
 
@@ -107,8 +107,8 @@ class ReplayOptions:
 def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: ReportOptions) -> None:
     """Show what each decoder would gain on recorded outputs.
 
-    The real drafters and planner decode the outputs again, without a model. The time of a step over
-    M rows comes from a cost curve, T(M)/T(1).
+    The real drafters and the real planner decode the outputs again, without a model. The time of a
+    step with M rows is taken from a cost curve, T(M)/T(1).
 
     \b
     Examples:
@@ -121,8 +121,8 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
       mlxspec replay chats.jsonl --tokenizer my_model --memory 16k,1M,all
       mlxspec replay chats.jsonl --tokenizer my_model --head-curve .76,.60@0.08
 
-    A line of TRACES is an object with "messages", as in OpenAI-style chat logs. It may have
-    "category", "model" and "completions", the indices of the messages to replay.
+    A line of TRACES is an object with "messages", as in OpenAI-style chat logs. It may also have a
+    "category", a "model", and "completions", the indices of the messages to replay.
     """
     from ..bench.prompts import read_completions
     from ..bench.replay import compare
@@ -146,10 +146,10 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
 
 
 def _policies(asked: ReplayOptions) -> dict[str, ReplayPolicy]:
-    """The requested decoders, drafter, head and memories.
+    """The policies of the requested decoders, drafter, head and memories.
 
     Raises:
-        OptionError: a decoder, size or curve is unknown.
+        OptionError: a decoder is unknown, or a memory's size or a head's curve is invalid.
     """
     from ..bench.heads import parse_head_curve, policies_with_head
     from ..bench.policies import POLICIES, policies_with, policies_with_memory
@@ -201,8 +201,8 @@ def _tables(
 
 
 _ALONE = (
-    "speedup: geometric mean over the sets; worst: of the worst set; share slow: the share of "
-    "outputs that lose more than 2 % and two plain steps, mean over the sets"
+    "speedup: geometric mean over the sets; worst: speedup of the slowest set; share slow: share "
+    "of outputs slower than plain by more than 2 % and two plain steps, mean over the sets"
 )
 _TOGETHER = (
     "speed of all outputs relative to one plain output; the cost of attending to several contexts "

@@ -37,7 +37,7 @@ def run_command(is_module: bool, no_memory: bool, program: str, arguments: tuple
       mlxspec run -m mlx_lm generate --prompt "How tall is Mt Everest?"
       mlxspec run my_script.py --its-own-option
 
-    mlx_lm.server batches most requests itself; these run without speculation.
+    mlx_lm.server puts most requests into batches of its own, which run without speculation.
     """
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(program))
     if not (_has_module(program) if is_module else _is_script(program)):

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from ..server.worker import ServedRequest
 
 ALL = "all"
-"""The value of ``--models`` for the models that 'mlxspec models' lists."""
+"""The value of ``--models`` that stands for all models that 'mlxspec models' lists."""
 
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -99,21 +99,21 @@ class ServeOptions:
 
     available: tuple[str, ...] = _address_option(
         "--models DIR",
-        "Also load models when a request names them: those in DIR, or with 'all' those that "
-        "'mlxspec models' lists; repeatable.",
+        "Also load other models when a request names them: the models in DIR, or with 'all' those "
+        "that 'mlxspec models' lists; repeatable.",
         multiple=True,
         type=NAME,
     )
     keep_alive: float | None = _address_option(
         "--keep-alive TIME",
-        "Unload models that no request has used for TIME, such as 30s, 10m or 2h; -1 keeps them.  "
-        "[default: 10m; MODEL stays loaded]",
+        "Unload models that no request has used for TIME, such as 30s, 10m or 2h; -1 keeps them "
+        "loaded.  [default: 10m; MODEL stays loaded]",
         type=_duration,
     )
     adapter_path: str | None = _address_option(*ADAPTERS, type=NAME)
     host: str = _address_option("--host HOST", "The address to listen on.", default="127.0.0.1")
     port: int = _address_option(
-        "--port N", "The port; 0 takes a free one.", default=8080, type=click.IntRange(0, 65535)
+        "--port N", "The port; 0 for any free port.", default=8080, type=click.IntRange(0, 65535)
     )
     allowed_hosts: tuple[str, ...] = _address_option(
         "--allowed-host NAME",
@@ -126,18 +126,18 @@ class ServeOptions:
     )
     strict_model_names: bool = _request_option(
         "--strict-model-names",
-        "Refuse requests for unknown models. By default, if there is one model, it answers them.",
+        "Refuse requests for unknown models. By default, a server's only model answers them.",
         default=False,
     )
     concurrency: int = _request_option(
         "--concurrency N",
-        "Generate for N requests per model at once.",
+        "Answer at most N requests per model at once.",
         default=8,
         type=COUNT,
     )
     queue: int = _request_option(
         "--queue N",
-        "Let N more requests wait; others get status 429.",
+        "Let at most N more requests wait; further requests get status 429.",
         default=128,
         type=click.IntRange(0),
     )
@@ -161,20 +161,22 @@ class ServeOptions:
     )
     memory: int | None = option_field(
         "--memory SIZE",
-        "The most memory for all models and their caches, such as 12G; requests wait for it.  "
-        "[default: what the machine has]",
+        "The most memory for all models and their caches, such as 12G. Requests wait until their "
+        "caches fit.  [default: what the machine has]",
         type=_size,
         group="Memory",
     )
     cache_bytes: int | None = option_field(
         "--cache-bytes SIZE",
-        "Its share for caches of earlier prompts, such as 8G.  [default: half of the rest]",
+        "The part of this memory for caches of earlier prompts, such as 8G.  [default: half of "
+        "what the models leave]",
         type=_size,
         group="Memory",
     )
     cache_dir: Path | None = option_field(  # noqa: RUF009
         "--cache-dir DIR",
-        "Keep these caches in DIR between runs; nobody else may have write access to it.",
+        "Keep the caches of earlier prompts in DIR between runs. Only you may have write access to "
+        "DIR.",
         group="Memory",
     )
     quiet: bool = option_field(
@@ -182,7 +184,7 @@ class ServeOptions:
     )
     log_json: bool = option_field(
         "--log-json",
-        "Print these lines as JSON to standard output.",
+        "Print the lines for requests as JSON, to standard output.",
         default=False,
         group="Output",
     )
@@ -194,7 +196,7 @@ serve_options = all_of(
     template_option("Requests"),
     options_of(DraftingOptions, "drafting", "Drafting"),
     options_of(CacheOptions, "caches", "Memory"),
-    color_option("Output", "Colour the lines."),
+    color_option("Output", "Colour the lines for requests."),
 )
 """The argument and the options of ``serve``."""
 
@@ -218,13 +220,13 @@ def checked(
     apart = options.adapter_path, drafting.head, drafting.draft_model, drafting.store
     if options.available and not models and any(value is not None for value in apart):
         raise OptionError(
-            "--adapter-path, --head, --draft-model and --store apply to models that are named: "
-            "name a MODEL"
+            "--adapter-path, --head, --draft-model and --store apply only to MODEL, which is "
+            "missing: name one"
         )
     for one in options.available:
         if one != ALL and not local_path(one).is_dir():
             raise OptionError(
-                f"--models {one_line(one)}: no such directory; name one with models, or all"
+                f"--models {one_line(one)}: no such directory; name one that has models, or all"
             )
     keys = _keys(options.api_key_file, key)
     return keys, _hosts(options.host, options.allowed_hosts, keys)
@@ -243,8 +245,8 @@ def serve_command(
 ) -> None:
     """Serve models with OpenAI's and Anthropic's APIs.
 
-    Several requests are answered at once, all with drafts: one forward verifies the rows of all. A
-    prompt that begins like an earlier one reuses its cache.
+    Several requests are answered at once, all with drafts, which are verified in the same forward.
+    A prompt that begins like an earlier one reuses that prompt's cache.
 
     \b
     Examples:
@@ -329,7 +331,7 @@ def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
 
 
 def _keys(file: Path | None, other: str) -> list[str]:
-    """The valid API keys, from a file and one more, without duplicates.
+    """The valid API keys without duplicates: those in ``file``, and ``other`` unless it is empty.
 
     Raises:
         OptionError: the file has no key, or a key that cannot be sent in a header.
@@ -350,7 +352,7 @@ def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | N
     """The host names that requests may use for the server; None for any.
 
     Raises:
-        OptionError: other machines could use it without a key.
+        OptionError: other machines could use the server without a key.
     """
     from ..server.auth import host_name
 
@@ -382,20 +384,20 @@ def _listening(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         raise OptionError(f"--host {host} --port {port}: {reason}; choose another one") from None
-    # asyncio sets this only on its own sockets. Without it, each token and body can wait up to 40
-    # ms for the client to acknowledge the previous packet.
+    # asyncio sets this only on sockets that it opens itself. Without it, each token and each body
+    # can wait up to 40 ms until the client acknowledges the previous packet.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
 @dataclass
 class _Loader:
-    """Loads a server's models: at its start, and as requests need them.
+    """Loads a server's models: some at the start, others when requests need them.
 
     Attributes:
-        names: the models to load at the start; None is the default.
+        names: the models to load at the start; None stands for the default model.
         named: the options for the models loaded at the start.
-        options: the server's.
+        options: the server's options.
         template: default arguments of the chat template.
         keys: the valid API keys; with several, each has its own memory of answers.
         leader: splits the models over its ranks; None for one process.
@@ -438,7 +440,7 @@ class _Loader:
         return entries
 
     def find(self) -> list[Entry]:
-        """The models that can be loaded later; of two with the same name, the first."""
+        """The models that can be loaded later; of models with the same name, only the first."""
         from ..engine.model_sizes import stated_context_length
         from ..models.model_files import read_config
         from ..models.on_machine import model_files
@@ -453,7 +455,7 @@ class _Loader:
                     continue
                 files = model_files(directory)
                 if files.trouble:
-                    # Note it once. With 'all', 'mlxspec models' shows it.
+                    # Said once per directory. With 'all' it is left to 'mlxspec models'.
                     if source != ALL and directory not in self._left_out:
                         self._left_out.add(directory)
                         note(f"{one_line(str(directory))} is left out: {files.trouble}")
@@ -475,7 +477,7 @@ class _Loader:
         is_named = entry.path in self.paths
         how = self.named.for_model(entry.path, is_named)
         decoder = how.load(None, self.memories, self.leader, on_read)
-        # These run many forwards, which may overlap with those of other models.
+        # Finding these runs many forwards, which may be done while other models answer.
         _ = decoder.capability, decoder.joint_mode
         most, owner = self.memory.most_cached, self.keys[0] if len(self.keys) == 1 else ""
         served = ServedModel(entry.name, decoder, how.caches, most, self.template, owner)
@@ -485,7 +487,7 @@ class _Loader:
         return served
 
     def save(self, entry: Entry) -> None:
-        """Save a model's prefixes, if the model is loaded and prefixes are kept on disk."""
+        """Save a model's cached prefixes, if it is loaded and prefixes are kept on disk."""
         if entry.served and (place := self._place(entry)):
             entry.served.cache.save(place)
 
@@ -514,7 +516,7 @@ def _found(source: str) -> Iterator[tuple[str, Path]]:
 
 
 def _other_names(name: str, path: str) -> frozenset[str]:
-    """The last part of a model's name, its path, and its aliases."""
+    """Names by which requests can also name a model: the last part, its path, its aliases."""
     aliases = load_aliases()
     same = {name, path, os.path.realpath(local_path(path))}
     own = {
@@ -543,7 +545,7 @@ def _locked(directory: Path) -> int:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise OptionError(
-            f"--cache-dir {directory}: another server uses it; name another"
+            f"--cache-dir {directory}: another server uses it; name another directory"
         ) from None
     return held
 
@@ -574,13 +576,13 @@ def _about(host: str, listening: socket.socket, catalog: Catalog, with_key: bool
     return rows
 
 
-_LAST_ERRORS = 2.0  # seconds for clients to receive the error if a rank is lost
+_LAST_ERRORS = 2.0  # seconds in which clients can receive the error if a rank is lost
 
 
 def _serve(app: Any, listening: socket.socket, catalog: Catalog, loader: _Loader) -> None:
-    """Answer requests until Ctrl-C or SIGTERM; give running ones ``--grace`` seconds to end.
+    """Answer requests until Ctrl-C or SIGTERM; then give running ones ``--grace`` seconds to end.
 
-    If a rank is lost, they end at once with an error.
+    If a rank is lost, running requests end at once with an error.
     """
     from ..server.body import ApiError
     from ..server.connections import HttpServer
@@ -601,8 +603,8 @@ def _serve(app: Any, listening: socket.socket, catalog: Catalog, loader: _Loader
 
     if loader.leader:
         loader.leader.channel.on_loss = on_loss
-    # Objects that exist now never become garbage. Without this, each full collection would scan
-    # them, and delay every request by 100 ms.
+    # The objects that exist now never become garbage. Without this call, each full collection would
+    # scan them, which delays every request by 100 ms.
     gc.freeze()
     with suppress(KeyboardInterrupt):  # uvicorn raises it again after its shutdown
         server.run(sockets=[listening])
@@ -618,9 +620,9 @@ _LAST_LINES = 1.0  # seconds for a terminal to print the remaining lines at the 
 def request_log(
     as_json: bool, quiet: bool = False, color: bool = False
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yield a function that prints a request's record.
+    """Yield a function that logs a request's record.
 
-    A thread prints it, so a paused terminal (Ctrl-S) delays no request.
+    A thread prints the records, so a paused terminal (Ctrl-S) delays no request.
 
     Args:
         as_json: print JSON to standard output instead of readable lines to standard error.

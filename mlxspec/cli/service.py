@@ -27,15 +27,15 @@ from .connect import write_texts
 from .serve import bracketed, checked, serve_options
 from .settings import SettingsFile
 
-_ABOUT = "mlxspec at "  # begins the service's description; the address follows
+_ABOUT = "mlxspec at "  # the beginning of the service's description; the address follows
 _PATHS = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")
-_KILL = 10  # seconds beyond --grace after which the process is killed
-_PATIENCE = 5.0  # seconds for the server's answer
+_KILL = 10  # seconds after the end of --grace when the process is killed
+_PATIENCE = 5.0  # seconds to wait for the server's answer
 
 
 @group("service", short_help="Keep a server running.")
 def service_command() -> None:
-    """Keep 'mlxspec serve' running from login on, by launchd on macOS and systemd on Linux."""
+    """Keep 'mlxspec serve' running after each login, with launchd on macOS or systemd on Linux."""
 
 
 @service_command.command("install", short_help="Install and start the service.")
@@ -50,9 +50,9 @@ def install_command(words: list[str], *, yes: bool, color: bool | None, **given:
       mlxspec service install mlx-community/Mistral-7B-Instruct-v0.3-4bit
       mlxspec service install demo --port 8081 --yes
 
-    It shows the files it would write or change, and asks. The server starts in the current
-    directory, with the current values of MLXSPEC_*, HF_HOME, HF_HUB_CACHE and XDG_*. Keys are never
-    written.
+    The command shows the file that it would write or change, and asks before it does. The server
+    starts in the current directory, with the current values of the variables MLXSPEC_*, HF_HOME,
+    HF_HUB_CACHE and XDG_*. Keys are never written.
     """
     from ..models.model_files import find_directory
 
@@ -61,7 +61,9 @@ def install_command(words: list[str], *, yes: bool, color: bool | None, **given:
     if options.port == 0:
         raise OptionError("--port is 0, but a service needs the same port each time: name one")
     if os.environ.get(API_KEY) and not options.api_key_file:
-        raise OptionError(f"{API_KEY} is set, but is not written: use --api-key-file, or unset it")
+        raise OptionError(
+            f"{API_KEY} is set, but the service cannot keep it: use --api-key-file, or unset it"
+        )
     system.check()
     command = [_stable_path(), "serve", *(word for word in words if word != "--yes")]
     about = f"{_ABOUT}http://{bracketed(options.host)}:{options.port}"
@@ -82,10 +84,10 @@ def _variables() -> dict[str, str]:
 
 
 def _stable_path() -> str:
-    """A path of the command that survives upgrades, such as Homebrew's link on PATH.
+    """A path of the command that stays valid after upgrades, such as Homebrew's link on PATH.
 
     Raises:
-        MlxspecError: mlxspec is not installed, or only temporarily, by uvx.
+        MlxspecError: mlxspec is not installed, or only temporarily, as by uvx.
     """
     ours = Path(sys.argv[0]).absolute()
     if ours.name != "mlxspec":  # such as python -m mlxspec
@@ -98,9 +100,9 @@ def _stable_path() -> str:
 
 @service_command.command("status", short_help="Show whether it runs and answers.")
 def status_command() -> None:
-    """Show whether the service runs, its address, and whether it answers.
+    """Show whether the service runs, its address, and whether the server answers.
 
-    The exit status is 1 if it does not answer.
+    The exit status is 1 if the server does not answer.
     """
     system, address = _installed()
     answers = _answers(address)
@@ -140,10 +142,10 @@ def uninstall_command() -> None:
 
 
 def _installed() -> tuple[Launchd | Systemd, str]:
-    """The service's manager and address.
+    """The manager of the installed service, and the server's address.
 
     Raises:
-        MlxspecError: there is no service.
+        MlxspecError: no service is installed.
     """
     system = _manager()
     try:
@@ -179,8 +181,8 @@ WantedBy=default.target
 class Systemd:
     """A systemd user unit; see systemd.service(5) and systemd.syntax(7).
 
-    The methods, like launchd's, raise :class:`MlxspecError` if one of the manager's programs is
-    missing or fails.
+    Its methods, like those of :class:`Launchd`, raise :class:`MlxspecError` if a program of the
+    service manager is missing or fails.
 
     Attributes:
         path: the file that describes the service.
@@ -206,7 +208,7 @@ class Systemd:
             command: the command and its arguments; it will start in the current directory.
             env: variables to add to its environment.
             about: a one-line description.
-            stop: the seconds that it may take to stop.
+            stop: how many seconds the command may take to stop.
         """
         path, *words = map(_quoted, command)
         variables = (_quoted(f"{name}={value}") for name, value in env.items())
@@ -230,7 +232,7 @@ class Systemd:
         run("systemctl", "--user", "disable", "--now", self.name)
 
     def state(self) -> str:
-        """The service's state, in the manager's word."""
+        """The service's state, in a word of the service manager's."""
         return run("systemctl", "--user", "show", "--value", "-p", "ActiveState", self.name).strip()
 
 
@@ -302,7 +304,7 @@ def run(*words: str, remedy: str = "see 'mlxspec service logs'", check: bool = T
         check: raise an error if it fails.
 
     Raises:
-        MlxspecError: it is missing, or fails.
+        MlxspecError: the program is missing, or fails.
     """
     try:
         done = subprocess.run(words, capture_output=True, text=True, errors="replace")

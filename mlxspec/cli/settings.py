@@ -1,7 +1,7 @@
 """Reads the user's settings, and edits settings files.
 
 ``mlxspec config`` edits the user's settings, and ``mlxspec connect`` those of other programs. Both
-merge their settings into a file that the user may edit, and leave the rest unchanged.
+merge settings into a file that the user may edit, too, and leave the rest of it unchanged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..process import MLX_VARIABLES, variables_in
 # --- the user's settings ---
 
 ENVIRONMENT_VARIABLE = "MLXSPEC_CONFIG_DIR"
-"""The environment variable that names another directory for the settings file."""
+"""The environment variable that names a directory for the settings file, instead of the usual."""
 
 MODEL_VARIABLE = "MLXSPEC_MODEL"
 """The environment variable that names the default model; it overrides the file."""
@@ -66,7 +66,7 @@ _DEFAULTS = {
     "explain": ("max-tokens", "temp"),
     "chat": ("max-tokens", "temp", "system-prompt"),
 }
-"""The options of commands whose defaults are settings."""
+"""For each command, the options whose defaults are the user's settings."""
 
 
 def config_path() -> Path:
@@ -117,7 +117,7 @@ def resolved(name: str) -> str:
 
 
 def defaults_of(command: str) -> dict[str, Any]:
-    """The defaults for a command, by the names of its parameters.
+    """The defaults that the user has set for a command, by the names of its parameters.
 
     Raises:
         FileError: as :func:`load_config`.
@@ -157,7 +157,7 @@ def checked(name: str, value: object) -> Any:
 # --- edits of files ---
 
 Settings = dict[str, Any]
-"""Nested settings by name. None removes a setting. List entries are merged by their ``name``."""
+"""Nested settings by name. None removes a setting. Entries of lists are matched by ``name``."""
 
 JSON, TOML, YAML = "JSON without comments", "TOML", "YAML"
 _KINDS = {".json": JSON, ".toml": TOML, ".yaml": YAML, ".yml": YAML}
@@ -171,7 +171,7 @@ class SettingsFile:
     Attributes:
         path: the file; its suffix determines the format.
         settings: the values to set.
-        first: values to add to a new file.
+        first: values to set as well if the file is new.
     """
 
     path: Path
@@ -193,7 +193,10 @@ class SettingsFile:
             raise FileError(f"{self.path}: not UTF-8 text; convert it to UTF-8") from error
 
     def merged(self, text: str) -> str:
-        """Merge the settings into the file's text, empty for a new file.
+        """The file's text with the settings in it.
+
+        Args:
+            text: the file's current text; empty for a new file.
 
         Raises:
             FileError: part of the text would be lost.
@@ -232,7 +235,7 @@ def _parse(kind: str, text: str) -> Any:
     """Parse a document; an empty text is an empty document.
 
     Raises:
-        ValueError: it is not a document of this kind, or parts of it would be lost.
+        ValueError: it is not a document of this kind, or an edit would lose parts of it.
     """
     import yaml
 

@@ -29,12 +29,12 @@ def store_command() -> None:
       mlxspec store build chats.jsonl --model owner/name -o chats.store
       mlxspec store info code.store
 
-    A .jsonl file with "messages" in its lines is a chat log: the store takes the assistant's
-    messages. It takes all other files whole. Files that are not UTF-8 text are skipped. In
-    directories, hidden files, hidden directories and links to directories are skipped, too.
+    A .jsonl file with "messages" in its lines is a chat log. Of a chat log, the store takes the
+    assistant's messages; of any other file, the whole text. Files that are not UTF-8 text are
+    skipped. In directories, hidden files, hidden directories and links to directories are skipped,
+    too.
 
-    A store contains its texts, so whoever can read the file can read them. A new store is readable
-    only by you.
+    A store contains its texts, so whoever can read the file can read them. At first, only you can.
     """
 
 
@@ -44,7 +44,8 @@ def store_command() -> None:
 )
 @option(
     "-m --model MODEL",
-    "The tokenizer: a directory, a Hub repository, an alias, 'demo', or a tokenizer's file.",
+    "The model, for its tokenizer: a directory, a Hub repository, an alias, 'demo', or a "
+    "tokenizer's file.",
     required=True,
     type=MODEL,
 )
@@ -70,7 +71,7 @@ def build_command(paths: tuple[str, ...], model: str, output: str, force: bool) 
             texts = read_texts(shown(), counts)
             sequences = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
             store = build_store(output, sequences, tokenizer, force=force)
-    finally:  # even after an error, which skipped texts may have caused
+    finally:  # also after an error, which the skipping of texts may have caused
         for number, thing, reason in (
             (counts["skipped"], "file", "not UTF-8 text"),
             (counts["bad_lines"], "chat log line", "not a chat record"),

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ...models.chat_template import Messages
     from .terminal import MarkdownPrinter
 
-_GLANCE = 60  # characters of a message that are enough to recognise it
+_GLANCE = 60  # characters by which a message can be recognised
 _ANSWERS_SHARE = 4  # a quarter of the context is kept for an answer, at most --max-tokens
 
 _model = partial(option, group="Model and prompt")
@@ -76,8 +76,7 @@ def chat_command(
 ) -> None:
     """Chat with a model.
 
-    Each turn continues where the last one ended: the conversation stays in the KV cache, and is not
-    processed again.
+    The conversation stays in the KV cache, so a new message does not process it again.
 
     \b
     Examples:
@@ -86,8 +85,8 @@ def chat_command(
       mlxspec chat --server http://127.0.0.1:8080
       mlxspec chat --load rivers.json --markdown
 
-    From a pipe, every line is a message. Three double quotes begin and end a message of several
-    lines.
+    Each line of a pipe is a message. Three double quotes begin a message of several lines, and
+    three more end it.
     """
     from .terminal import MarkdownPrinter, message_reader
 
@@ -123,11 +122,11 @@ class Chat:
 
     Attributes:
         model: the model that answers.
-        generation: the options of answers; /retry may override the temperature and the seed.
+        generation: the options of answers; /retry overrides the temperature and the seed.
         console: standard error.
         printer: makes the object that writes an answer.
-        interactive: show figures, and continue after an error.
-        system_prompt: the system prompt, before all messages.
+        interactive: whether to show figures, and to continue after an error.
+        system_prompt: the system prompt, which comes before all messages.
     """
 
     model: LocalModel | RemoteModel
@@ -138,9 +137,9 @@ class Chat:
     system_prompt: str | None = None
 
     def __post_init__(self) -> None:
-        self.messages: Messages = []  # of user and assistant in turn
+        self.messages: Messages = []  # the user's and the assistant's, alternating
         self._figures = Figures()
-        self._retries = 0  # each has a seed of its own
+        self._retries = 0  # added to the seed, so that each retry has its own
 
     def run(self, read: Callable[[], str]) -> None:
         """Answer messages and run commands until the user leaves.
@@ -157,7 +156,7 @@ class Chat:
                     run, argument = found
                     run(self, argument)
                 elif message.strip():
-                    # The space marks it as a message instead of a command.
+                    # A space before a slash marks a message that is not a command.
                     self.answer(message[1:] if message.startswith(" /") else message)
             except EOFError:
                 return
@@ -189,8 +188,8 @@ class Chat:
     def answer(self, message: str, **sampling: Any) -> None:
         """Answer a message, and write the text as it is generated; Ctrl-C ends only the answer.
 
-        The message replaces an unanswered one. If the answer is interrupted, the part so far is
-        kept.
+        If the last message is unanswered, this one replaces it. If the answer is interrupted, what
+        was generated so far is kept.
 
         Args:
             message: the user's message.
@@ -223,7 +222,7 @@ class Chat:
             if said:
                 self.messages.append({"role": "assistant", "content": said})
         if last is None or last.finish_reason is None:
-            self.say("The answer was stopped; /retry starts another.")
+            self.say("The answer was stopped; /retry generates another one.")
             return
         self._figures.add(last, last.generation_tokens)
         if self.interactive:
@@ -232,9 +231,9 @@ class Chat:
     def _fitting_prompt(self) -> list[int]:
         """The conversation's tokens.
 
-        If they leave no room for an answer, the oldest turns are dropped until half of the context
-        is free. The next turns can then continue from the cache, instead of processing the whole
-        conversation again each time.
+        If they leave no room for an answer, the oldest turns are dropped until half of the model's
+        context is free. So the next turns can continue from the cache. If fewer were dropped, each
+        turn would drop some, and process the rest of the conversation again.
         """
         tokens, length = self.model.tokenize(self.conversation), self.model.context_length
         kept_free = min(self.generation.max_tokens, (length or 0) // _ANSWERS_SHARE)
@@ -247,8 +246,8 @@ class Chat:
             tokens = self.model.tokenize(self.conversation)
         if dropped:
             note(
-                f"the model's context of {length:,} tokens is full: left out the first "
-                f"{counted(dropped, 'turn')}; /reset starts over"
+                f"the model's context of {length:,} tokens is full: the model no longer sees the "
+                f"first {counted(dropped, 'turn')}; /reset starts over"
             )
         return tokens
 
@@ -307,7 +306,7 @@ class Chat:
             if temp == 0:
                 note(
                     "at temperature 0 the same conversation gets the same answer: '/retry 0.8' "
-                    "samples another"
+                    "samples another answer"
                 )
         seed = None if seed is None else seed + self._retries
         before = self.messages[-2:]
@@ -354,11 +353,11 @@ class Chat:
 
 
 def answer_line(last: GenerationResponse, max_tokens: int) -> str:
-    """The figures of one answer, and the reason if it was cut.
+    """The figures of an answer, and why it was cut if it was.
 
     Args:
         last: the answer's last response.
-        max_tokens: the most tokens that it was allowed.
+        max_tokens: the most tokens that the answer could have.
     """
     figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
     if last.stats.gain:
@@ -394,7 +393,7 @@ COMMANDS: dict[str, tuple[str, Command]] = {
     "/stats": ("show figures of the conversation", Chat._stats),
     "/exit /quit /bye": ("leave, as does Ctrl-D", Chat._exit),
 }
-"""The commands' descriptions and functions, by their names and argument as the help shows them."""
+"""The commands' descriptions and functions. The keys, names and argument, are as in the help."""
 
 NAMES = {name: spelling for spelling in COMMANDS for name in re.findall(r"/\w+", spelling)}
 
@@ -449,11 +448,11 @@ class LocalModel:
         template_arguments: variables for the model's chat template.
         name: the model's name, as the user gave it.
         decoder: the loaded model.
-        session: holds the KV cache of the conversation.
-        context_length: in tokens; None if unknown.
+        session: the session with the conversation's KV cache.
+        context_length: the model's context length in tokens; None if unknown.
 
     Raises:
-        MlxspecError: it cannot be loaded, or has no chat template.
+        MlxspecError: the model cannot be loaded, or has no chat template.
     """
 
     first: Generation
@@ -488,14 +487,14 @@ class LocalModel:
         return generation.stream(self.decoder, tokens, templated=True, **how)
 
     def others(self) -> list[str]:
-        """The names that :meth:`switch` accepts, besides directories."""
+        """The names, other than directories, that :meth:`switch` accepts."""
         return [*known_names()]
 
     def switch(self, name: str) -> None:
         """Load another model, and download it if necessary.
 
-        The current model is unloaded first, since memory may not hold both. If the other cannot be
-        used, the current one is loaded again.
+        The current model is unloaded first, since memory may not hold both. If the other model
+        cannot be used, the current one is loaded again.
 
         Raises:
             MlxspecError: the other model cannot be loaded, or has no chat template.
@@ -535,7 +534,7 @@ class LocalModel:
 
 
 def write_chat(path: Path, model: str, conversation: Messages) -> None:
-    """Write a conversation, completely or not at all; only a saved chat is replaced.
+    """Write a conversation, completely or not at all; an existing file must be a saved chat.
 
     Args:
         path: the file.
@@ -560,7 +559,7 @@ def read_chat(path: Path) -> tuple[str | None, Messages]:
         the system prompt, if there is one, and the messages of user and assistant.
 
     Raises:
-        FileError: it cannot be read or continued.
+        FileError: the file cannot be read, or the conversation cannot be continued.
     """
     try:
         messages, _ = conversation_of(load_json(path.read_bytes()))

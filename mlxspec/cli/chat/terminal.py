@@ -44,10 +44,11 @@ def message_reader(
 ) -> Callable[[], str]:
     """Make a function that reads the next message; at the end of the input it raises EOFError.
 
-    At a terminal it raises :class:`KeyboardInterrupt` if Ctrl-C is pressed at an empty prompt.
+    At a terminal the function raises :class:`KeyboardInterrupt` if Ctrl-C is pressed before
+    anything is typed.
 
     Args:
-        history: keep typed messages for the next chat.
+        history: whether to keep typed messages for the next chat.
         models: returns the names to complete for ``/model``.
         color: as for :func:`mlxspec.terminal.wants_color`.
     """
@@ -60,7 +61,7 @@ def message_reader(
 def terminal_reader(
     history: bool, models: Callable[[], list[str]], color: bool
 ) -> Callable[[], str]:
-    """As :func:`message_reader`, with line editing, where pasted lines are one message."""
+    """Like :func:`message_reader`, with line editing. Pasted lines are one message."""
     output = create_output()
     if isinstance(output, Vt100_Output):
         # The terminal's reply to a cursor query would mix with typed text.
@@ -88,8 +89,8 @@ def read_line() -> str:
     Three double quotes begin a message of several lines, which ends with the next three.
 
     Raises:
-        PromptError: it is not UTF-8 text.
-        EOFError: there is none.
+        PromptError: the line is not UTF-8 text.
+        EOFError: the input has ended.
     """
     if sys.stdin.isatty():
         click.echo("> ", nl=False, err=True)
@@ -116,8 +117,9 @@ def _is_open(text: str) -> bool:
 
 
 def _unquoted(text: str) -> str:
-    """A message without its enclosing three double quotes; the closing ones may be missing at the
-    end of the input.
+    """A message without the three double quotes around it.
+
+    The closing quotes may be missing if the input ended.
     """
     within = text.removeprefix(_QUOTES).rstrip()
     if not text.startswith(_QUOTES) or not (_is_open(text) or within.endswith(_QUOTES)):
@@ -144,7 +146,7 @@ class ChatCompleter(Completer):
     """Completes commands, and the files or models after them.
 
     Args:
-        models: returns the names that ``/model`` accepts besides directories.
+        models: returns the names, other than directories, that ``/model`` accepts.
     """
 
     def __init__(self, models: Callable[[], list[str]]) -> None:
@@ -171,8 +173,9 @@ class ChatCompleter(Completer):
 
 
 def _types_command() -> bool:
-    """Whether completions may show before Tab is pressed: only for the command, since files and
-    models must be looked up.
+    """Whether a command's name is being typed: only then do completions show without Tab.
+
+    Files and models must be looked up, so they are completed only on request.
     """
     text = get_app().current_buffer.text
     return text.startswith("/") and " " not in text
@@ -213,8 +216,9 @@ def _markdown(text: str) -> Markdown:
 class MarkdownPrinter:
     """Writes an answer to a terminal, instead of :class:`mlxspec.terminal.TokenPrinter`.
 
-    The last block is redrawn as it grows, cut to the window. Once the next block begins, the block
-    is written in full and never redrawn, so long answers scroll like any text.
+    The answer's last block (a paragraph, a list, …) is redrawn as it grows, cut to the window. Once
+    the next block begins, this one is written in full and never redrawn, so long answers scroll
+    like any text.
 
     Args:
         console: standard output.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...generation.response import GenerationResponse
     from ...models.chat_template import Messages
 
-_SILENCE = 300.0  # seconds; a server sends keep-alives sooner, but none while it loads a model
+_SILENCE = 300.0  # seconds without data; a server sends keep-alives, but not as it loads a model
 
 
 class ApiClient:
@@ -110,7 +110,7 @@ class ApiClient:
 # --- answers ---
 
 _NOT_SENT = {"temp", "min_tokens_to_keep", "logits_processors", "sampler", "xtc_special_tokens"}
-_ONLY_LOCAL = DraftingOptions(), CacheOptions(), None, 1  # if no options are given
+_ONLY_LOCAL = DraftingOptions(), CacheOptions(), None, 1  # the values of options not given
 
 
 class RemoteModel:
@@ -123,7 +123,7 @@ class RemoteModel:
 
     Attributes:
         name: the model's name.
-        context_length: in tokens; None if unknown.
+        context_length: the model's context length in tokens; None if unknown.
 
     Raises:
         OptionError: the server does not answer or has no such model, or an option is given that
@@ -136,7 +136,7 @@ class RemoteModel:
         kept, least = generation.adapter_path, generation.sampling.min_tokens_to_keep
         if (generation.drafting, generation.caches, kept, least) != _ONLY_LOCAL:
             raise OptionError(
-                "options for drafts, caches, adapters and --min-tokens-to-keep have no effect "
+                "options for drafts, caches and adapters, and --min-tokens-to-keep, have no effect "
                 "with --server: leave them out"
             )
         self._client = ApiClient(address)
@@ -167,14 +167,14 @@ class RemoteModel:
     def stream(
         self, generation: Generation, tokens: Sequence[int], on_progress: object
     ) -> Generator[GenerationResponse, None, None]:
-        """Generate an answer; a response may have several tokens.
+        """Generate an answer, and yield responses, which may have several tokens each.
 
-        The figures are in the last response, which has no text.
+        The last response has the figures and no text.
 
         Args:
             generation: the options.
             tokens: the prompt.
-            on_progress: unused: the server reports no progress.
+            on_progress: not called, since the server reports no progress.
         """
         import mlx.core as mx
 

@@ -78,8 +78,8 @@ class DraftingOptions:
 
     decoder: str | None = option_field(
         "--decoder",
-        "auto sizes each draft by measured costs; prompt-lookup has fixed parameters; "
-        "lookahead drafts from the model's own guesses.  "
+        "auto chooses each draft's length by measured costs; prompt-lookup has fixed parameters; "
+        "lookahead drafts from the model's own guesses; plain does not draft.  "
         "[default: auto, or the decoder that the given options need]",
         type=click.Choice(_DECODERS),
     )
@@ -114,11 +114,12 @@ class DraftingOptions:
     )
     ngram_min: int | None = _lookup("--ngram-min N", "Shortest n-gram.  [default: 1]")
     prompt_lookup_config: str | None = _lookup(
-        "--prompt-lookup-config [N,N,[0]]", "Set --n-draft and --ngram-max in TensorRT-LLM's form."
+        "--prompt-lookup-config [N,N,[0]]", "Set --n-draft and --ngram-max as in TensorRT-LLM."
     )
     window_size: int | str | None = _lookahead(
         "-W --window-size --WINDOW_SIZE W",
-        "Lookahead: columns of the window; auto uses no window, but as many look-ups as pay.  "
+        "Lookahead: columns of the window; auto uses no window, and looks up drafts while that "
+        "pays.  "
         "[default: auto]",
         type=_number_or_auto,
     )
@@ -205,7 +206,7 @@ class Generation:
     stop: tuple[str, ...] = _end("--stop TEXT", "End before TEXT; repeatable.", default=())
     stop_tokens: tuple[int | str, ...] = _end(
         "--stop-token --extra-eos-token TOKEN",
-        "Also end at this token, given by id or by its text; repeatable.",
+        "Also end at TOKEN, given by its id or by its text; repeatable.",
         default=(),
     )
     json_schema: str | None = _form(
@@ -241,8 +242,8 @@ class Generation:
 
         Args:
             model: its name.
-            is_named: whether the options were given for this model. Other models do not get
-                adapters, head, draft model and store.
+            is_named: whether the options were given for this model. If not, its options have no
+                adapters, head, draft model or store.
         """
         if is_named:
             return replace(self, model=model)
@@ -256,7 +257,7 @@ class Generation:
         leader: Leader | None = None,
         on_read: OnRead = lambda nbytes: None,
     ) -> Decoder:
-        """Load the model, and measure the cost of its steps if it is needed and unknown.
+        """Load the model, and measure the cost of its steps if that is needed and unknown.
 
         Args:
             console: shows the progress of the measurement; None leaves it to the caller.
@@ -307,7 +308,7 @@ class Generation:
             check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
         if bar and drafts_from.plans:
             with bar:
-                _ = decoder.costs  # after a trained head has been attached and measured
+                _ = decoder.costs  # measures them; a trained head is attached by now
         return decoder
 
     def request(
@@ -325,8 +326,8 @@ class Generation:
             decoder: made by :meth:`load`.
             tokens: the prompt.
             templated: whether the output is an answer in a chat.
-            begun: the beginning of that answer, at the end of the prompt; the required form applies
-                only to the text after it.
+            begun: the beginning of that answer if the prompt has it at its end; the required form
+                applies only to the text after it.
             more: other arguments of :meth:`mlxspec.Decoder.decode`.
 
         Returns:
@@ -402,10 +403,10 @@ def generation_options(leave_out: Collection[str] = ()) -> Decorator:
 
 
 def without_first_space(applies: bool) -> Callable[[GenerationResponse], GenerationResponse]:
-    """Make a function that takes an answer's responses in order and drops the space before it.
+    """Make a function that takes an answer's responses in order and drops its leading space.
 
     Args:
-        applies: whether the tokenizer puts a space there; if not, the responses stay as they are.
+        applies: whether the tokenizer puts a space there; if not, the responses stay unchanged.
     """
     left = applies
 

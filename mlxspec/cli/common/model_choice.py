@@ -1,4 +1,4 @@
-"""How commands get their model: as an argument, with ``--model``, by an alias, or by default."""
+"""How commands get their model: as an argument, with ``--model``, or by default."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .notes import note
 from .options import ARGUMENTS, Decorator, argument, option
 
 DIRECTORY = "mlx_model"
-"""Where ``mlxspec convert`` writes, and the default model if it exists."""
+"""The directory that ``mlxspec convert`` writes by default; if it exists, the default model."""
 
 SMALL_MODEL = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
 """The model to suggest to users who have none yet."""
@@ -33,7 +33,7 @@ _ABOUT = "A model directory, a Hub repository, an alias of 'mlxspec config', or 
 class _Model(click.ParamType):
     """A model's name; an alias is replaced by the model's name.
 
-    An alias or "demo" takes precedence over a directory with its name; "./demo" is the directory.
+    Aliases and "demo" take precedence over directories of the same name; "./demo" is the directory.
     """
 
     name = "model"
@@ -90,12 +90,12 @@ def model_or_default(model: str | None) -> str:
 def note_if_demo(model: str | None) -> None:
     """Print a note if the demo model answers because no model is named or set.
 
-    Call this only when nothing can fail before the answer.
+    Call this only when nothing can fail any more before the answer begins.
     """
     if not (model or default_model()):
         note(
-            "no model is named, so the demo model answers, a toy that repeats, copies, edits and "
-            f"quotes text, such as '{DEMO_CAN}'; for more try --model {SMALL_MODEL}"
+            "no model is named, so the demo model answers, a toy that can only repeat, copy, edit "
+            f"and quote text, as in '{DEMO_CAN}'; for a real one, try --model {SMALL_MODEL}"
         )
 
 
@@ -108,11 +108,11 @@ model_option = option("-m --model MODEL", _ABOUT + _DEFAULT, type=MODEL, group="
 
 
 def model_argument(about: str = _ABOUT + _DEFAULT, *, several: bool = False) -> Decorator:
-    """MODEL, as an argument or with ``--model``; the command gets it as ``model``, or None.
+    """Let a command take MODEL as an argument or with ``--model``, and get it as ``model``.
 
     Args:
-        about: its help text.
-        several: MODEL and ``--model`` can be repeated; the command gets all as ``models``.
+        about: the argument's help text.
+        several: whether MODEL and ``--model`` can be repeated; the command then gets ``models``.
     """
     name, words = ("models", "[MODEL]...") if several else ("model", "[MODEL]")
 

@@ -34,7 +34,7 @@ def note(message: object) -> None:
 
 
 def _write(line: str) -> None:
-    with suppress(OSError):  # a full disk, for example: no reason to lose the answer
+    with suppress(OSError):  # such as a full disk, which is no reason to lose the answer
         print(line, file=sys.stderr, flush=True)  # click would write past a progress bar
 
 
@@ -47,13 +47,12 @@ def say(message: object) -> None:
 def reported() -> Iterator[None]:
     """Run a command's body: print errors and warnings as single lines, and exit after Ctrl-C.
 
-    When the reader of its output closes the pipe (``| head -1``), the command ends quietly with
-    status 0.
+    If the reader of the command's output closes the pipe, as in ``| head -1``, the command ends
+    quietly with status 0.
     """
-    # Set before transformers is imported, so that it does not suggest PyTorch or warn of long
-    # texts.
+    # Set before transformers is imported, which otherwise suggests PyTorch and warns of long texts.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if isinstance(sys.stdout, TextIOWrapper):  # replace characters that its encoding lacks
+    if isinstance(sys.stdout, TextIOWrapper):  # to replace characters that its encoding lacks
         sys.stdout.reconfigure(errors="replace")
     with _errors_in_one_line(), _log_as_notes():
         yield
@@ -64,7 +63,7 @@ def run_command(command: click.Command, name: str) -> None:
     """Run a command as the whole process, then exit; wrong usage prints one line, with status 2.
 
     Args:
-        command: the command; errors outside :func:`reported` end in one line as well.
+        command: the command; its errors outside :func:`reported` are printed on one line as well.
         name: the command's name on the command line.
     """
     with _errors_in_one_line():
@@ -97,7 +96,7 @@ def _errors_in_one_line() -> Iterator[None]:
             _fail(f"{error.filename}: {error.strerror}; name another one")
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        # Otherwise, at exit, Python complains about output that it cannot write.
+        # Otherwise Python would complain at exit about output that it cannot write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             sys.exit(0)

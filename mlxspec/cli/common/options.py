@@ -1,7 +1,7 @@
 """Options and arguments of the commands, declared in the form that ``--help`` shows.
 
 Options that several commands share are the fields of a dataclass. :func:`options_of` adds them to a
-command, which then gets an instance of it.
+command, which then gets an instance of the dataclass.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ARGUMENTS = "Arguments"
 class Command(click.Command):
     """A command whose help has a section for each group of options.
 
-    Arguments come first and ``--help`` last; the docstring's examples and the text after them
-    follow. Errors are printed on one line: see :func:`.common.notes.reported`.
+    The section of arguments is the first, that of ``--help`` the last. The docstring's examples and
+    the text after them follow. Errors are printed on one line: see :func:`.common.notes.reported`.
     """
 
     def __init__(self, name: str, help: str, **more: Any) -> None:
@@ -44,7 +44,7 @@ class Command(click.Command):
     ) -> click.Context:
         """Make click's context, with the user's settings as the defaults of options.
 
-        Its ``obj`` has the command's arguments as given.
+        The context's ``obj`` has the words of the command line.
         """
         more.setdefault("obj", [*args])
         with suppress(MlxspecError):  # the command itself reports it; --help should still work
@@ -85,14 +85,17 @@ _NEEDS = {
     "--frequency-context-size": ("--frequency-penalty",),
     **dict.fromkeys(("--kv-group-size", "--quantized-kv-start"), ("--kv-bits",)),
 }
-"""Options that have no effect without one of the listed options, in commands that have those."""
+"""For each option that needs another one to have an effect, the options of which one suffices.
+
+Only those that the command has are considered.
+"""
 
 
 def _check_needs(ctx: click.Context) -> None:
     """Refuse options that have no effect.
 
     Raises:
-        OptionError: an option is given without the ones that it needs.
+        OptionError: an option is given without one that it needs.
     """
     values = {name: ctx.params.get(one.name) for one in ctx.command.params for name in one.opts}
     for one in ctx.command.params:
@@ -115,14 +118,14 @@ def argument(name: str, help: str, **more: Any) -> Decorator:
 
     Args:
         name: the function's parameter; without ``metavar`` the help shows it in capitals.
-        help: a sentence about it.
+        help: a sentence about the argument.
         more: as for :class:`click.Argument`.
     """
     return click.argument(name, help=help, **more)
 
 
 class Option(click.Option):
-    """An option with a heading, ``group``."""
+    """An option that the help shows under the heading ``group``."""
 
     def __init__(self, *args: Any, group: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -132,11 +135,11 @@ class Option(click.Option):
 COUNT = click.IntRange(1)
 """A number of things, at least one."""
 NAME = click.Path()
-"""A name of a file or a directory, as a text."""
+"""The name of a file or a directory, as a string."""
 FILE = click.Path(path_type=Path)
-"""A name of a file, as a path."""
+"""The name of a file, as a path."""
 
-# Subcommands inherit them.
+# Subcommands inherit these settings.
 _SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
 command = partial(click.command, cls=Command, context_settings=_SETTINGS)
 group = partial(click.group, cls=Group, context_settings=_SETTINGS)
@@ -181,7 +184,7 @@ def _biases(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) ->
 
 
 def _text(value: str) -> str:
-    value.encode()  # ValueError: Python makes lone surrogates of bytes that are not UTF-8
+    value.encode()  # fails for bytes that are not UTF-8, which Python reads as lone surrogates
     return value
 
 
@@ -207,14 +210,14 @@ def options_of(
 ) -> Decorator:
     """Give a command an option for each field of a dataclass whose metadata has a ``help``.
 
-    A field without a ``help`` takes the command's option or argument of the same name, if it has
-    one.
+    A field without a ``help`` gets the value of the command's option or argument of the same name,
+    if there is one.
 
     Args:
         kind: the dataclass.
         argument: the function's parameter that gets the dataclass.
         group: the heading of these options.
-        leave_out: fields that are not options of this command.
+        leave_out: the names of fields that are not options of this command.
     """
     own = [one.name for one in fields(kind)]
     added = [
@@ -257,7 +260,7 @@ def _option_of(own: Field, group: str | None) -> Decorator:
 
 
 def color_option(group: str, help: str = "Colour accepted draft tokens.") -> Decorator:
-    """``--color`` and ``--no-color``."""
+    """Declare ``--color`` and ``--no-color``."""
     default = "  [default: at a terminal, unless NO_COLOR is set]"
     return option("--color/--no-color", help + default, default=None, group=group)
 
@@ -277,7 +280,7 @@ def names_completed(names: Callable[[], Iterable[str]]) -> Callable[..., list[st
     return complete
 
 
-# Spelling and help of options that several commands have.
+# The spelling and the help of options that several commands have.
 DRAFTER = "--drafter MODULE:CLASS"
 ADAPTERS = (
     "--adapter-path DIR",
@@ -299,7 +302,7 @@ def check_one(**options: object) -> None:
     """Check that at most one of these options is given (neither None nor False).
 
     Raises:
-        OptionError: several are.
+        OptionError: several are given.
     """
     given = [
         name.replace("_", "-") for name, value in options.items() if value not in (None, False)

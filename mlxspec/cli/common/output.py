@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from ...generation.response import GenerationResponse, GenerationResult, SpeculationStats
 
 _UNLIMITED = 10_000  # columns
-_LONG_PROMPT = 1000  # tokens; shorter ones are processed in a blink
+_LONG_PROMPT = 1000  # tokens; shorter prompts need no progress bar
 _PAGE_WIDTH = 160  # columns
 
 
 def output_console(color: bool | None = None) -> Console:
-    """Standard output; ``color`` as for :func:`mlxspec.terminal.wants_color`.
+    """A console on standard output; ``color`` is as for :func:`mlxspec.terminal.wants_color`.
 
     It is as wide as the terminal or COLUMNS. In a file or pipe, lines are not wrapped unless
     COLUMNS is set.
@@ -55,13 +55,13 @@ def output_console(color: bool | None = None) -> Console:
 
 
 def error_console(color: bool | None = None) -> Console:
-    """A console on standard error; ``color`` as for :func:`mlxspec.terminal.wants_color`."""
+    """A console on standard error; ``color`` is as for :func:`mlxspec.terminal.wants_color`."""
     in_color = wants_color(sys.stderr, color)
     return Console(stderr=True, force_terminal=sys.stderr.isatty() or in_color, **_look(in_color))
 
 
 def _look(in_color: bool) -> dict[str, Any]:
-    """Rich's options to print text unchanged; without colours, nothing is bold or dim either."""
+    """Rich's options to print text unchanged. Without colours, no text is bold or dim, either."""
     as_they_are = dict.fromkeys(("highlight", "markup", "emoji"), False)
     return {"no_color": not in_color, "color_system": "256" if in_color else None, **as_they_are}
 
@@ -75,7 +75,8 @@ def confirm(asking: str, question: str, refused: str) -> None:
     """Ask the user at a terminal; if the answer is no, print ``refused`` and exit.
 
     Raises:
-        OptionError: there is no terminal; the message names ``asking``, the command or option.
+        OptionError: there is no terminal to ask at. The message names ``asking``, the command or
+            option that asks.
     """
     if not at_terminal():
         raise OptionError(f"{asking} asks for confirmation, which needs a terminal: add --yes")
@@ -85,15 +86,15 @@ def confirm(asking: str, question: str, refused: str) -> None:
 
 
 class ProgressBar(Progress):
-    """Shows a bar on an interactive terminal, nothing elsewhere.
+    """Shows a progress bar on an interactive terminal, and nothing elsewhere.
 
-    Call it with the amount done and the total, or None if the total is unknown. The bar is erased
-    when all is done, or at the end of the ``with`` block.
+    Call it with the amount of work done and the total, which is None if unknown. The bar is erased
+    when all work is done, or at the end of the ``with`` block.
 
     Args:
         what: the text before the bar.
-        figures: the columns after it; by default the percentage.
-        console: where to draw it; by default standard error.
+        figures: the columns after the bar; by default the percentage.
+        console: where to draw the bar; by default on standard error.
         least: the smallest total for which a bar is shown.
     """
 
@@ -119,7 +120,7 @@ class ProgressBar(Progress):
         self._least = least
 
     def __enter__(self) -> ProgressBar:
-        return self  # not started yet
+        return self  # the first call with work to do starts it
 
     def __call__(self, done: float, total: float | None = 1.0) -> None:
         self.update(self._only, completed=done, total=total)
@@ -130,7 +131,7 @@ class ProgressBar(Progress):
 
 
 def prefill_bar(console: Console) -> ProgressBar:
-    """A bar for the prefill of a long prompt."""
+    """A progress bar for the prefill of a prompt; it appears only if the prompt is long."""
     figures = MofNCompleteColumn(), TimeElapsedColumn()
     return ProgressBar("prefill", *figures, console=console, least=_LONG_PROMPT)
 
@@ -160,7 +161,7 @@ def print_tables(parts: Iterable[RenderableType], color: bool | None = None) -> 
 
 
 def print_rows(*rows: tuple[str, object]) -> None:
-    """Write names and values in two columns; each row is one line."""
+    """Write names and values in two columns, each row on one line."""
     width = max(9, *(len(name) for name, _ in rows))  # so that several blocks are usually aligned
     for name, value in rows:
         click.echo(f"{name:<{width}}  {one_line(value)}")
@@ -177,7 +178,8 @@ def html_page(parts: Iterable[RenderableType]) -> str:
 def write_json(report: dict[str, Any], indent: int | None = None) -> None:
     """Write one JSON object to standard output.
 
-    It is ASCII without control characters, so it is valid in every encoding and safe on a terminal.
+    The text is ASCII without control characters, so it is valid in every encoding and safe to print
+    on a terminal.
     """
     click.echo(json_text(report, indent))
 
@@ -245,12 +247,12 @@ def ratio(value: float | None) -> str:
 def figures_table(
     heading: str, reports: Mapping[str, Mapping[str, Any]], names: Iterable[str], caption: str
 ) -> Table:
-    """A table of reports, with a row for each and a column for each of the named figures.
+    """A table with a row for each report and a column for each of the named figures.
 
     Args:
-        heading: the heading of the first column.
-        reports: figures by name; unknown ones are None.
-        names: the figures to show.
+        heading: the heading of the first column, which has the reports' names.
+        reports: the reports by their names. Each has figures by name; None if unknown.
+        names: the names of the figures to show.
         caption: a text below the table.
     """
     columns = [*names]
@@ -268,7 +270,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def result_report(result: GenerationResult, model: str) -> dict[str, Any]:
-    """A result for JSON: its fields, figures derived from them, and the model's name."""
+    """A result as an object for JSON: its fields, further figures, and the model's name."""
     report = {"model": model, **asdict(result), "generation_tokens": len(result.tokens)}
     del report["segments"], report["stats"]["cost"]
     report["stats"] |= {
@@ -286,7 +288,7 @@ class Figures:
         prompt_tokens, reused_tokens, generated_tokens: sums over all answers.
         prefill_seconds, seconds: the time for prompts and for generated tokens.
         stats: sums of the answers' stats; None before the first answer.
-        answers: how many there were.
+        answers: the number of answers.
     """
 
     prompt_tokens: int = 0
@@ -301,8 +303,8 @@ class Figures:
         """Count an answer.
 
         Args:
-            answer: its last response, or its result.
-            generated: the number of its tokens.
+            answer: the answer's last response, or its result.
+            generated: the number of the answer's tokens.
         """
         self.answers += 1
         self.prompt_tokens += answer.prompt_tokens
@@ -324,8 +326,8 @@ class Figures:
         """A panel with a row for each figure: its name, the figure and a remark.
 
         Args:
-            first: rows to put before them.
-            subtitle: a text in the frame.
+            first: rows to show before those of the figures.
+            subtitle: a text in the panel's frame.
             below: what to show after the rows.
         """
         run, stats = self.prompt_tokens - self.reused_tokens, self.stats
@@ -350,7 +352,7 @@ class Figures:
         grid.add_column()
         grid.add_column(justify="right")
         for row in rows:
-            grid.add_row(*filter(None, row))  # with a column of empty cells, others would wrap
+            grid.add_row(*filter(None, row))  # a column of empty cells would make others wrap
         return Panel(Group(grid, *below), expand=False, border_style="dim", subtitle=subtitle)
 
 

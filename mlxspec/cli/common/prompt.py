@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Prompt = str | list[int] | Messages
 
-_PATIENCE = 10.0  # seconds of waiting for a pipe's first byte
+_PATIENCE = 10.0  # seconds to wait for a pipe's first byte
 
 prompt_argument = argument("argument", "What to ask the model.", required=False, metavar="[PROMPT]")
 """The prompt as an argument; it becomes :attr:`PromptOptions.argument`."""
@@ -50,7 +50,7 @@ def token_ids(text: str) -> list[int]:
     try:
         return [int(word) for word in words]
     except ValueError:
-        raise click.BadParameter(f"{text!r}: write ids as 1,415,2936") from None
+        raise click.BadParameter(f"{text!r}: write token ids as 1,415,2936") from None
 
 
 _EXAMPLE = "'{\"enable_thinking\": false}'"
@@ -83,8 +83,8 @@ class PromptOptions:
     )
     prompt_file: str | None = option_field(
         "--prompt-file FILE",
-        "Read UTF-8 text from FILE; - reads standard input. The text is the prompt, or comes "
-        "before it.",
+        "Read UTF-8 text from FILE; - reads standard input. The text comes before the prompt, or "
+        "is the prompt if no other is given.",
         type=NAME,
     )
     prompt_ids: list[int] | None = option_field(  # noqa: RUF009
@@ -108,13 +108,13 @@ class PromptOptions:
             raise OptionError(f"{given[0]} {_NEEDS_TEMPLATE}")
 
     def for_template(self) -> list[str]:
-        """The given options that apply only to a text in a chat template."""
+        """The options given that apply only to a prompt in a chat template."""
         names = [own.name for own in fields(self) if own.metadata.get("group") == _TEMPLATE]
         given = [name for name in names if getattr(self, name) not in (None, False)]
         return [f"--{name.replace('_', '-')}" for name in given]
 
     def named(self) -> list[str]:
-        """The given sources of a prompt, as the help names them."""
+        """The names, as in the help, of the options and arguments that give a prompt."""
         sources = {
             "PROMPT": self.argument,
             "--prompt": self.prompt,
@@ -124,10 +124,10 @@ class PromptOptions:
         return [name for name, value in sources.items() if value is not None]
 
     def read(self, *, piped: bool = True) -> str | list[int]:
-        """Read the prompt: a text, an instruction, both separated by a blank line, or token ids.
+        """Read the prompt: a text, an instruction, both of them, or token ids.
 
-        The instruction comes after the text: models follow it better there if the text is long, and
-        prompts about the same text share a prefix that can be cached.
+        The instruction comes after the text and a blank line. There models follow it better if the
+        text is long, and prompts about the same text share a prefix that can be cached.
 
         Args:
             piped: also read a text from standard input, if it is a pipe with data or a file that
@@ -138,8 +138,8 @@ class PromptOptions:
             input is dropped, since editors and ``echo`` add it.
 
         Raises:
-            PromptError: no prompt is given, several exclude each other, or the prompt is empty or
-                cannot be read.
+            PromptError: no prompt is given, prompts are given that exclude each other, or the
+                prompt is empty or cannot be read.
         """
         given = self.named()
         if given[:2] == ["PROMPT", "--prompt"] or ("--prompt-ids" in given and len(given) > 1):
@@ -168,7 +168,8 @@ class PromptOptions:
         """Whether the prompt goes into the chat template.
 
         Raises:
-            OptionError: a template is required, and the model has none, or the prompt is token ids.
+            OptionError: an option requires a template, but the model has none, or the prompt is
+                token ids.
         """
         is_ids = not isinstance(prompt, str) and isinstance(prompt[0], int)
         uses = tokenizer.has_chat_template and self.chat is not False and not is_ids
@@ -184,11 +185,11 @@ class PromptOptions:
 
         Args:
             messages: the conversation.
-            ended: whether its last message is complete, and the answer comes next.
+            ended: whether its last message is complete, so that the answer comes next.
 
         Returns:
-            the conversation, with the given system prompt if it lacks one and with the beginning of
-            the answer; and the arguments for :func:`.chat_template.conversation_ids`.
+            the conversation, with the system prompt from the options if it has none, and with the
+            beginning of the answer; and the arguments for :func:`.chat_template.conversation_ids`.
         """
         if self.system_prompt is not None and all(one["role"] != "system" for one in messages):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
@@ -206,13 +207,13 @@ class PromptOptions:
         Args:
             prompt: a text, a conversation, or token ids, which are returned unchanged.
             tokenizer: the model's tokenizer.
-            ended: whether the user's message is complete, and the answer comes next.
+            ended: whether the user's message is complete, so that the answer comes next.
 
         Returns:
             the ids, and whether the prompt went into the chat template.
 
         Raises:
-            OptionError: a template is required, and the model has none.
+            OptionError: an option requires a template, but the model has none.
             PromptError: the template fails.
         """
         from ...models.chat_template import conversation_ids
@@ -230,24 +231,25 @@ _NEEDS_TEMPLATE = "needs a chat template, which --raw, token ids and some models
 
 
 def read_text(option: str, file: str) -> str:
-    """Read the UTF-8 text in an option's file, where - is standard input.
+    """Read the UTF-8 text in the file that an option names; - is standard input.
 
     Raises:
-        PromptError: it is empty, or not text.
-        OSError: it cannot be read.
+        PromptError: the file is empty, or not text.
+        OSError: the file cannot be read.
     """
     with click.open_file(file, "rb") as opened:
         return _text(opened.read(), f"{option} {file}")
 
 
 def _piped_text(waits: bool) -> str | None:
-    """Read a text from standard input that no option asks for; None if there is none.
+    """Read a text from standard input, though no option asks for it; None if there is none.
 
-    A terminal, a socket and /dev/null have none. Nor does a file that is already being read: in
-    ``while read line; do ...; done < FILE`` the remaining lines belong to the loop.
+    Terminals, sockets and /dev/null count as having none. So does a file that is already being
+    read: in ``while read line; do ...; done < FILE`` the remaining lines belong to the loop.
 
     Args:
-        waits: wait for the first byte without limit; otherwise ignore a pipe that stays empty.
+        waits: whether to wait without limit for a pipe's first byte. If not, a pipe that stays
+            empty is ignored.
     """
     try:
         descriptor = sys.stdin.fileno()
@@ -264,7 +266,7 @@ def _piped_text(waits: bool) -> str | None:
 
 
 def _begins(pipe: int, waits: bool) -> bool:
-    """Wait for a pipe's first byte or its end; return false if neither came in time."""
+    """Wait for a pipe's first byte or its end; return whether either came in time."""
     if select.select([pipe], [], [], None if waits else _PATIENCE)[0]:
         return True
     note("the pipe sent nothing: using the prompt alone; to wait for the pipe, add --prompt-file -")
