@@ -70,7 +70,10 @@ _Item = TypeVar("_Item", BenchPrompt, "Trace")
 
 
 def limited(items: Iterable[_Item], per_category: int | None) -> list[_Item]:
-    """The items by category: at most ``per_category`` of each, evenly spaced; all if it is None."""
+    """The items, category by category: at most ``per_category`` of each, evenly spaced.
+
+    With None, all items, in their order.
+    """
     if per_category is None:
         return list(items)
     by_category: dict[str, list[_Item]] = {}

@@ -134,9 +134,9 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
     from ..bench.prompts import bundled_prompts, chosen, limited, read_prompts
     from ..drafting.drafter import load_drafter
 
-    # Before MLX first uses a GPU.
+    # This must happen before MLX first uses a GPU.
     os.environ.update(variables_in(asked.mlx_settings or ""))
-    # Check everything that needs no model before one is loaded, or even downloaded.
+    # Check what can be checked without a model before a model is loaded or downloaded.
     backends = {PLAIN: BACKENDS[PLAIN], **chosen(asked.decoders, BACKENDS)}
     if asked.temp > 0:
         backends.pop(MLX_LM, None)  # mlx-lm's random numbers differ from mlxspec's

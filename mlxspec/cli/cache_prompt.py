@@ -69,7 +69,7 @@ def cache_prompt_command(
     from ..generation.options import prompt_ids
     from ..models.model import load
 
-    # Check everything that needs no model before one is loaded, or even downloaded.
+    # Check what can be checked without a model before a model is loaded or downloaded.
     source = prompt.read()
     if not prompt_cache_file.endswith(".safetensors"):
         raise OptionError(f"--prompt-cache-file {prompt_cache_file}: choose a name *.safetensors")

@@ -32,7 +32,7 @@ from .settings import SettingsFile
 
 _MOST_OUTPUT = 8192
 _SERVER = "http://127.0.0.1"
-_PORT = 8080  # of mlxspec serve
+_PORT = 8080  # the default port of mlxspec serve
 
 
 CLIENTS = {
@@ -81,7 +81,7 @@ def _setup(client: str, address: str, models: Mapping[str, int | None]) -> Setup
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=partial(json.dumps, ensure_ascii=False),  # which YAML reads, too
+        finalize=partial(json.dumps, ensure_ascii=False),  # JSON's values are YAML, too
     )
     environment.filters["sh"] = shlex.quote
     text = environment.get_template(f"{client}.yaml").render(
@@ -200,8 +200,8 @@ def write_texts(
     Args:
         console: where to show the changes.
         texts: files with their old and new texts.
-        yes: write without asking.
-        asking: the command or option that asks, for the error if there is no terminal.
+        yes: whether to write without asking.
+        asking: the command or option that asks, which the error names if there is no terminal.
 
     Returns:
         whether any text is new.

@@ -152,7 +152,7 @@ def answer(
     from ..generation.response import GenerationResult
     from .cache_prompt import CachedPrompt
 
-    # Check everything that needs no model before one is loaded, or even downloaded.
+    # Check what can be checked without a model before a model is loaded or downloaded.
     source, model = prompt.read(piped=leader is None), model_or_default(generation.model)
     check_one(system_prompt=prompt.system_prompt, prompt_cache_file=prompt_cache_file)
     cached = None

@@ -33,7 +33,7 @@ def models_command(as_json: bool) -> None:
     names. LM Studio's models are listed by directory. A model fits if the memory that MLX may use
     is at least 1.1 times the size of its weights. On a Mac's GPU, that is the amount of memory that
     the driver recommends; elsewhere, the system's memory. On a CPU, half-precision weights take
-    twice their size.
+    twice their size in memory.
     """
     from ..engine.costs import whole_memory
 

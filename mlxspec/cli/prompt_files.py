@@ -67,7 +67,7 @@ def answer_prompts(
     Raises:
         MlxspecError, OSError: an option, the file, one of its prompts or the model is invalid.
     """
-    # Check everything that needs no model before one is loaded, or even downloaded.
+    # Check what can be checked without a model before a model is loaded or downloaded.
     others = prompt.named()
     others += ["--prompt-cache-file"] * (prompt_cache_file is not None) + ["--stats"] * stats
     if others:

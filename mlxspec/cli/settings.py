@@ -100,7 +100,7 @@ def load_aliases() -> dict[str, str]:
     """The user's aliases, and the models that they stand for.
 
     Raises:
-        FileError: as :func:`load_config`.
+        FileError: as for :func:`load_config`.
     """
     entries = load_config().items()
     return {name.removeprefix(ALIAS_PREFIX): one for name, one in entries if name not in KEYS}
@@ -110,7 +110,7 @@ def resolved(name: str) -> str:
     """The model that an alias stands for; any other name is returned unchanged.
 
     Raises:
-        FileError: as :func:`load_config`.
+        FileError: as for :func:`load_config`.
     """
     model: str = load_config().get(ALIAS_PREFIX + name, name)
     return model
@@ -120,7 +120,7 @@ def defaults_of(command: str) -> dict[str, Any]:
     """The defaults that the user has set for a command, by the names of its parameters.
 
     Raises:
-        FileError: as :func:`load_config`.
+        FileError: as for :func:`load_config`.
     """
     config = load_config()
     names = [name for name in _DEFAULTS.get(command, ()) if name in config]

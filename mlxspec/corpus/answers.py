@@ -44,7 +44,7 @@ class TokenizerIdentity:
 
     @property
     def key(self) -> str:
-        """16 hexadecimal digits that identify it in file names and settings."""
+        """16 hexadecimal digits that identify the tokenizer in file names and settings."""
         return self.fingerprint.hex()[:16]
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ def _short_name(path: str) -> str:
 # --- the database ---
 
 KEPT_TOKENS = 50_000_000
-"""Tokens kept per tokenizer by default."""
+"""The most tokens that are kept per tokenizer by default."""
 
 SOURCES = ("context", "memory", "store", "prediction", "lookahead", "other")
 """Where accepted draft tokens came from."""
@@ -235,7 +235,8 @@ class KeptAnswers:
         with self.locked():
             self._db.executemany("DELETE FROM answers WHERE id = ?", zip(rows))
         if self.directory:
-            for file in self.directory.glob(f"*{self.identity.key}{INDEX}*"):  # a partial one, too
+            # The pattern also matches a file that was only partly written.
+            for file in self.directory.glob(f"*{self.identity.key}{INDEX}*"):
                 file.unlink(missing_ok=True)
         self._run("VACUUM")
         ((busy, *_),) = self._run("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -421,8 +422,8 @@ def settings_in_force() -> Settings:
     """The user's settings, overridden by :data:`SWITCH`.
 
     Raises:
-        OptionError: as :func:`memory_directory`.
-        FileError: as :func:`load_settings`.
+        OptionError: as for :func:`memory_directory`.
+        FileError: as for :func:`load_settings`.
     """
     switch = os.environ.get(SWITCH)
     if switch == "off":
@@ -443,7 +444,7 @@ def save_settings(settings: Settings) -> None:
         "max_tokens": settings.max_tokens,
     }
     directory = memory_directory()
-    with suppress(OSError):  # writing reports it
+    with suppress(OSError):  # if this fails, so does writing, which reports it
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with replaced(directory / _SETTINGS) as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")

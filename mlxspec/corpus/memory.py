@@ -189,8 +189,8 @@ class Memory:
         """Finish keeping what was added. Answers that are added later are not remembered.
 
         Args:
-            patience: the most seconds to spend on sorting; None for no limit. What is not sorted
-                by then, the next process that opens the directory sorts.
+            patience: the most seconds to spend on sorting; None for no limit. The next process that
+                opens the directory sorts the rest.
         """
         self._worker.requests.put(None)
         self._thread.join(patience)

@@ -206,7 +206,7 @@ MAX_VOCABULARY = (1 << 31) - 1
 """All token ids are below it."""
 TOKEN_BYTES = 4
 
-_SHORT = 8  # tokens compared first; few places match in all of them, and only these are compared on
+_SHORT = 8  # tokens compared first; in the few places where all match, more are compared
 _CHUNK = 1 << 16  # places merged at a time
 _HEADER = 1 << 12  # bytes of a file before its arrays
 _SEPARATOR_BYTES = np.int32(SEPARATOR).tobytes()
@@ -334,7 +334,7 @@ def merged_order(old: SuffixArray, new: SuffixArray) -> Iterator[np.ndarray]:
 
     Binary search finds where the new places belong in the old order, many at a time. So the time is
     proportional to the new length times the logarithm of the old one, plus one pass over the old
-    order. It takes little memory.
+    order. This takes little memory.
 
     Yields:
         the next places of the order, (n,) of int32. New places come after equal old ones.

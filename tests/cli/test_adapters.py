@@ -185,7 +185,7 @@ def test_nothing_is_downloaded_for_a_bad_directory(monkeypatch: pytest.MonkeyPat
         (
             serve_command,
             ("--models", "all"),
-            "apply to models that are named: name a MODEL",
+            "apply only to MODEL, which is missing: name one",
         ),
         (chat_command, ("--server", "http://127.0.0.1:1"), "options for drafts, caches, adapters"),
     ],

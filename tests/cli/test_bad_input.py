@@ -61,7 +61,7 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         (("run", "-m"), "Error: Missing argument 'PROGRAM' (mlxspec run --help)\n"),
         (
             ("generate", "--prompt-ids", "1,x"),
-            "Error: Invalid value for '--prompt-ids': '1,x': write ids as 1,415,2936 "
+            "Error: Invalid value for '--prompt-ids': '1,x': write token ids as 1,415,2936 "
             "(mlxspec generate --help)\n",
         ),
         (

@@ -136,7 +136,7 @@ def test_a_full_context_loses_its_oldest_turns(
         before = len(conversation.messages)
         answer = ask(conversation, f"Say this two times: number {turn}.")
         dropped += before + 2 - len(conversation.messages)
-        noted = "is full: left out the first" in capsys.readouterr().err
+        noted = "is full: the model no longer sees the first" in capsys.readouterr().err
         assert noted == (before + 2 > len(conversation.messages))
         kept = conversation.conversation[:-1]
         assert [message["role"] for message in kept[:2]] == ["system", "user"]

@@ -162,7 +162,7 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
         assert "is not in the range" in refused(option, value).stderr
     assert "--quiet and --log-json" in refused("--quiet", "--log-json").stderr
     none = ("--models", endless, "--head", "a")
-    assert "apply to models that are named" in refused(*none).stderr
+    assert "apply only to MODEL, which is missing" in refused(*none).stderr
     assert "no such directory" in refused("--models", missing).stderr
     assert "is not a time" in refused("--keep-alive", "soon").stderr
 
