@@ -455,7 +455,7 @@ class _Loader:
                     continue
                 files = model_files(directory)
                 if files.trouble:
-                    # Said once per directory. With 'all' it is left to 'mlxspec models'.
+                    # The note appears once per directory. With 'all', 'mlxspec models' has it.
                     if source != ALL and directory not in self._left_out:
                         self._left_out.add(directory)
                         note(f"{one_line(str(directory))} is left out: {files.trouble}")
@@ -477,7 +477,7 @@ class _Loader:
         is_named = entry.path in self.paths
         how = self.named.for_model(entry.path, is_named)
         decoder = how.load(None, self.memories, self.leader, on_read)
-        # Finding these runs many forwards, which may be done while other models answer.
+        # To find these out, many forwards are run. Other models can answer meanwhile.
         _ = decoder.capability, decoder.joint_mode
         most, owner = self.memory.most_cached, self.keys[0] if len(self.keys) == 1 else ""
         served = ServedModel(entry.name, decoder, how.caches, most, self.template, owner)

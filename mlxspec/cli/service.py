@@ -228,7 +228,7 @@ class Systemd:
         run("systemctl", "--user", "restart", self.name)
 
     def stop(self) -> None:
-        """Stop the service, and do not start it at the next login."""
+        """Stop the service, and disable its start at logins."""
         run("systemctl", "--user", "disable", "--now", self.name)
 
     def state(self) -> str:
@@ -300,8 +300,8 @@ def run(*words: str, remedy: str = "see 'mlxspec service logs'", check: bool = T
 
     Args:
         words: the program and its arguments.
-        remedy: what to do if it fails, for the error.
-        check: raise an error if it fails.
+        remedy: what to do if the program fails, for the error.
+        check: whether to raise an error if it fails.
 
     Raises:
         MlxspecError: the program is missing, or fails.

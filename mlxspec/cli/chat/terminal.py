@@ -143,7 +143,7 @@ def kept_history() -> History:
 
 
 class ChatCompleter(Completer):
-    """Completes commands, and the files or models after them.
+    """Completes commands, and their arguments: files or models.
 
     Args:
         models: returns the names, other than directories, that ``/model`` accepts.
