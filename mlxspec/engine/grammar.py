@@ -192,7 +192,7 @@ class Grammar:
             matcher = matcher.deep_copy()
             tokens = tokens[: matcher.try_consume_tokens(tokens)]
         complete = matcher.is_stopped() and matcher.is_accepting()
-        return (*tokens, *(self._ends[:1] if complete else ()))
+        return (*tokens, *self._ends[:1]) if complete else tuple(tokens)
 
     def allowed(self, tree: DraftTree) -> DraftTree:
         """The nodes of a draft that the constraint allows."""

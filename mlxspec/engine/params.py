@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
 from types import FunctionType
@@ -107,7 +107,7 @@ class SamplingParams:
             mlx-lm's samples for the same seed differ.
 
     Raises:
-        OptionError: a value is out of range.
+        OptionError: a value is of a wrong type or out of range.
     """
 
     temp: float = _option(0.0, "T", "Temperature; 0 is greedy.")
@@ -150,6 +150,19 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check(self)
+        processors = self.logits_processors or ()
+        if not isinstance(processors, Collection) or not all(map(callable, processors)):
+            raise OptionError(f"logits_processors is {processors!r}: pass a list of functions")
+        if not (self.sampler is None or callable(self.sampler)):
+            raise OptionError(f"sampler is {self.sampler!r}: pass a function")
+        if not isinstance(self.xtc_special_tokens or (), Collection):
+            raise OptionError(
+                f"xtc_special_tokens is {self.xtc_special_tokens!r}: pass a list of token ids"
+            )
+        if not isinstance(self.logit_bias or {}, Mapping):
+            raise OptionError(
+                f"logit_bias is {self.logit_bias!r}: pass a dict from token ids to numbers"
+            )
         for token, bias in (self.logit_bias or {}).items():
             if not isinstance(bias, float | SupportsFloat) or not float(bias) < math.inf:
                 raise OptionError(f"logit_bias of token {token} is {bias}: choose a number")

@@ -173,7 +173,9 @@ def save_prompt_cache(
         FileError: the file cannot be written; an existing one is unchanged.
     """
     path = prompt_cache_path(file_name)
-    held = {**(metadata or {}), **({_TOKENS: json.dumps(list(tokens))} if tokens else {})}
+    held = dict(metadata or {})
+    if tokens:
+        held[_TOKENS] = json.dumps(list(tokens))
     try:
         with replaced(path) as file:
             _write(file, cache, held, head)

@@ -201,7 +201,7 @@ class Target:
             return {tokens}
         early = max(0, tokens - _AFTER_MARK)
         wanted = self.mark_at - self.length
-        return {early, *([wanted] if 0 < wanted < early else [])}
+        return {early, wanted} if 0 < wanted < early else {early}
 
     def mark(self) -> None:
         """Keep the state of the caches that cannot be cut back to this length."""
@@ -344,8 +344,8 @@ class Target:
 
         The arguments are those of :meth:`copied`.
         """
-        own = self.model, self.capability, self.options
-        forked = type(self)(*own, self.copied(length, room), self._marks.maxlen or 0)
+        cache, marks = self.copied(length, room), self._marks.maxlen or 0
+        forked = type(self)(self.model, self.capability, self.options, cache, marks)
         forked.begin_at(length)
         if self.head:
             forked.head = self.head.copied(length)
