@@ -22,7 +22,7 @@ import numpy as np
 from .costs import CostCurve, Costs
 from .drafter import Drafter, DraftTree, Limits, VerifiedStep, united
 from .heads import HeadSource
-from .kept import Experience
+from .learned import Experience
 from .sources import DrafterSource, forced_chain
 from .suffix_source import SuffixSource
 

@@ -24,7 +24,7 @@ from ..corpus.suffix_index import (
 )
 from .acceptance import AcceptanceModel, Estimate
 from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep, united
-from .kept import Experience
+from .learned import Experience
 
 CONTEXT = "context"
 """The origin of drafts from the context itself."""

@@ -31,7 +31,7 @@ from mlx_lm.utils import get_total_parameters
 
 from ..drafting.costs import KnownTime, LiveCosts
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
-from ..drafting.kept import CostCache, CostKey, Identity, KnownTimes, TimesByContext
+from ..drafting.learned import CostCache, CostKey, Identity, KnownTimes, TimesByContext
 from ..drafting.measurement import (
     QUICK,
     QUICK_LONG,

@@ -196,7 +196,7 @@ class Grammar:
 
     def allowed(self, tree: DraftTree) -> DraftTree:
         """The nodes of a draft that the constraint allows."""
-        return tree.kept([place is not None for place in self._places(tree)])
+        return tree.filtered([place is not None for place in self._places(tree)])
 
     def masks(self, tree: DraftTree) -> mx.array | None:
         """Which tokens may follow each node.

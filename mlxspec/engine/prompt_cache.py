@@ -167,7 +167,7 @@ def save_prompt_cache(
         metadata: strings for the reader. ``mlx_lm.generate`` expects "model", the model's directory
             or repository, and "tokenizer_config", a JSON object.
         tokens: the tokens that the cache holds, which later generations can draft from.
-        head: a trained head's state for these tokens, from :attr:`.HeadCache.kept`.
+        head: a trained head's state for these tokens, from :attr:`.HeadCache.to_save`.
 
     Raises:
         FileError: the file cannot be written; an existing one is unchanged.

@@ -169,7 +169,7 @@ class Target:
         return [*held_arrays(parts(self.cache)), *(self.head.arrays if self.head else ())]
 
     @property
-    def kept_arrays(self) -> list[mx.array]:
+    def all_arrays(self) -> list[mx.array]:
         """The arrays of the caches, and of the saved states that they can return to."""
         states = [each.arrays for each in (*self._marks, *self._checkpoints)]
         return [*self.arrays, *(array for arrays in states for array in arrays)]
@@ -219,13 +219,13 @@ class Target:
             self._checkpoints.append(Snapshot(self._untrimmable, self.length))
             self._unfinished = True
 
-    def kept(self, rows: Sequence[int]) -> tuple[list[Any], int, Sequence[int]]:
+    def to_move(self, rows: Sequence[int]) -> tuple[list[Any], int, Sequence[int]]:
         """The arguments for :func:`move_rows` if these rows of the last forward stay."""
         return [] if self._replays else self.trimmable, self.length, rows
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these rows of the last forward, by node index, and forget the others."""
-        move_rows([self.kept(rows)])
+        move_rows([self.to_move(rows)])
         self.commit_moved(rows)
 
     def commit_moved(self, rows: Sequence[int]) -> None:

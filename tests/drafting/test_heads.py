@@ -289,7 +289,7 @@ def test_a_constraint_does_not_keep_it_from_running() -> None:
             return ()
 
         def allowed(self, tree: DraftTree) -> DraftTree:
-            return tree.kept([0 <= token < 1003 for token in tree.tokens])
+            return tree.filtered([0 <= token < 1003 for token in tree.tokens])
 
     head = Scripted([1001, 1002, 1003, 1004])
     planner = begun(head)
