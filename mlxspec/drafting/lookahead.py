@@ -129,11 +129,11 @@ class LookaheadDrafter(Drafter):
         guess_set_size: int | None = None,
         pool_from_prompt: bool = True,
     ) -> None:
-        window_size = whole("window_size", window_size)
-        ngram_size = whole("ngram_size", ngram_size)
+        self.window_size = whole("window_size", window_size)
+        self.ngram_size = whole("ngram_size", ngram_size)
         if guess_set_size is None:
             guess_set_size = window_size or 1
-        guess_set_size = whole("guess_set_size", guess_set_size)
+        self.guess_set_size = whole("guess_set_size", guess_set_size)
         if not 2 <= ngram_size <= _LONGEST_NGRAM:
             raise OptionError(f"ngram_size is {ngram_size}: choose 2 to {_LONGEST_NGRAM}")
         widest = _LARGEST_WINDOW // (ngram_size - 1)
@@ -144,9 +144,6 @@ class LookaheadDrafter(Drafter):
             )
         if guess_set_size < 1 and guess_set_size != -1:
             raise OptionError(f"guess_set_size is {guess_set_size}: choose 1 or more, or -1 for 64")
-        self.window_size = window_size
-        self.ngram_size = ngram_size
-        self.guess_set_size = guess_set_size
         self.pool_from_prompt = pool_from_prompt
 
     def begin(self, prompt: Sequence[int]) -> None:

@@ -12,7 +12,6 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -276,9 +275,8 @@ class Planner(Drafter):
 
     Args:
         costs: the costs of steps, which learn from every step.
-        drafters: the sources of drafts. Among siblings with equal probability, the first source's
-            come first. Each drafter except a :class:`SuffixSource` is wrapped in a
-            :class:`DrafterSource`.
+        sources: the sources of drafts. Among siblings with equal probability, the first source's
+            come first.
         branching: whether drafts may be trees; otherwise they are chains.
         experience: the experience of earlier generations, or None.
 
@@ -296,17 +294,14 @@ class Planner(Drafter):
     def __init__(
         self,
         costs: Costs,
-        drafters: Sequence[Drafter],
+        sources: Sequence[SuffixSource | DrafterSource],
         *,
         branching: bool = True,
         experience: Experience | None = None,
     ) -> None:
         self.costs = costs
         self.branching = branching
-        self._sources = [
-            one if isinstance(one, SuffixSource | DrafterSource) else DrafterSource(one)
-            for one in drafters
-        ]
+        self._sources = sources
         self._experience = experience or Experience()
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -453,15 +448,14 @@ class Planner(Drafter):
 
     def end(self) -> None:
         self._experience.probe_step = self.policy.probe_step
-        with ExitStack() as ends:  # all of them, even if a user's drafter raises
-            for one in (*reversed(self._sources), self._experience, self.costs):
-                ends.callback(self._end, one)
-
-    def _end(self, part: Costs | Experience | Drafter) -> None:
-        try:
-            part.end()
-        except Exception as error:
-            self._fails(error)
+        faults = []
+        for one in (self.costs, self._experience, *self._sources):
+            try:
+                one.end()
+            except Exception as error:
+                faults.append(error)
+        for fault in faults:  # once all have ended, since a user drafter's is raised
+            self._fails(fault)
 
     def no_draft(self) -> str:
         """Why the last proposal has no draft; computed on demand, since only ``explain`` needs

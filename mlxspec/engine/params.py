@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
 from types import FunctionType
@@ -150,19 +150,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check(self)
-        processors = self.logits_processors or ()
-        if not isinstance(processors, Collection) or not all(map(callable, processors)):
-            raise OptionError(f"logits_processors is {processors!r}: pass a list of functions")
-        if not (self.sampler is None or callable(self.sampler)):
-            raise OptionError(f"sampler is {self.sampler!r}: pass a function")
-        if not isinstance(self.xtc_special_tokens or (), Collection):
-            raise OptionError(
-                f"xtc_special_tokens is {self.xtc_special_tokens!r}: pass a list of token ids"
-            )
-        if not isinstance(self.logit_bias or {}, Mapping):
-            raise OptionError(
-                f"logit_bias is {self.logit_bias!r}: pass a dict from token ids to numbers"
-            )
+        for processor in self.logits_processors or ():
+            if not callable(processor):
+                raise OptionError(f"logits_processors has {processor!r}: choose functions")
         for token, bias in (self.logit_bias or {}).items():
             if not isinstance(bias, float | SupportsFloat) or not float(bias) < math.inf:
                 raise OptionError(f"logit_bias of token {token} is {bias}: choose a number")
@@ -346,17 +336,30 @@ _MOST = {"top_p": 1, "min_p": 1, "seed": 2**64 - 1, "xtc_probability": 1, "xtc_t
 _CHOICES = {"kv_bits": (2, 3, 4, 5, 6, 8), "kv_group_size": (32, 64, 128)}
 
 
+_KINDS: dict[str, tuple[Any, str]] = {
+    "int": (SupportsIndex, "a whole number"),
+    "float": (SupportsFloat, "a number"),
+    "Sequence[int]": (Iterable, "a list of token ids"),
+    "Mapping[int, float]": (Mapping, "a dict from token ids to numbers"),
+    "Sequence[LogitsProcessor]": (Collection, "a list of functions"),
+    "Sampler": (Callable, "a function"),
+}
+"""What values of a type are, by the type's spelling, and how messages call them."""
+
+
 def _check(params: SamplingParams | CacheOptions) -> None:
     """Refuse values of a wrong type or out of range."""
     for own in fields(params):
         name, value = own.name, getattr(params, own.name)
         kind, _, optional = str(own.type).partition(" | ")
-        needed = {"int": SupportsIndex, "float": SupportsFloat}.get(kind)
-        if not needed or (optional and value is None):
+        if kind not in _KINDS or (optional and value is None):
             continue
+        needed, noun = _KINDS[kind]
         least, most = _LEAST.get(name, 0), _MOST.get(name, _MAX)
         if not issubclass(type(value), needed):
-            wanted = "a number" if kind == "float" else "a whole number"
+            wanted = noun
+        elif kind not in ("int", "float"):
+            continue
         elif name in _CHOICES and value not in _CHOICES[name]:
             wanted = f"one of {', '.join(map(str, _CHOICES[name]))}"
         elif least <= value <= most:

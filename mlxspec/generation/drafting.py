@@ -15,7 +15,7 @@ from ..drafting.drafter import Drafter, NoDraft, checked_drafter
 from ..drafting.learned import Experience
 from ..drafting.lookahead import LookaheadDrafter
 from ..drafting.planner import Planner, trees_pay
-from ..drafting.sources import CombinedDrafter, PromptLookupDrafter
+from ..drafting.sources import CombinedDrafter, DrafterSource, PromptLookupDrafter
 from ..drafting.suffix_source import SuffixSource
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class Auto(Drafting):
 
     def sources(
         self, token_classes: bytes, experience: Experience, extra: Drafter | None = None
-    ) -> list[Drafter]:
+    ) -> list[SuffixSource | DrafterSource]:
         """What a generation drafts from, with a drafter of the user's own if given."""
         look_ups = SuffixSource(
             token_classes,
@@ -165,7 +165,7 @@ class Auto(Drafting):
             store=self.store,
             prediction=self.prediction,
         )
-        return [look_ups] if extra is None else [look_ups, extra]
+        return [look_ups] if extra is None else [look_ups, DrafterSource(extra)]
 
     def apart(self, memory_tokens: int) -> Self:
         return replace(self, memory=Memory(memory_tokens)) if self.memory else self
@@ -180,16 +180,13 @@ class Auto(Drafting):
         experience = decoder.experience if self.memory or self.learns else Experience()
         extra = self.extra() if self.extra else None
         draft_model = extra if isinstance(extra, DraftModelDrafter) else None
-        sources = self.sources(
-            decoder.token_classes, experience, extra=None if draft_model else extra
-        )
         costs: Costs = decoder.costs.for_generation()
         if draft_model:
             # Its forwards add to the steps' times, so these do not show the cost of rows.
             costs = FixedCosts(costs.curve, costs.sync_overhead)
         planner = Planner(
             costs,
-            sources,
+            self.sources(decoder.token_classes, experience, None if draft_model else extra),
             branching=trees_pay(costs.curve) and decoder.capability is Capability.TREE,
             experience=experience,
         )

@@ -95,7 +95,7 @@ def test_all_sources_end_even_if_a_user_s_drafter_raises() -> None:
     ended: list[str] = []
     planner = Planner(
         FixedCosts(CostCurve([(1, 1.0), (32, 1.1)])),
-        [Ending("first", fails=True), Ending("second")],
+        [DrafterSource(Ending("first", fails=True)), DrafterSource(Ending("second"))],
     )
     planner.begin([1, 2, 3])
     with pytest.raises(KeyError, match="a user's fault"):
