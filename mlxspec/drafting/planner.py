@@ -304,6 +304,10 @@ class Planner(Drafter):
         self._sources = sources
         self._experience = experience or Experience()
 
+    @property
+    def _all_sources(self) -> Sequence[SuffixSource | DrafterSource | HeadSource]:
+        return [*self._sources, self.head] if self.head else self._sources
+
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
         self.failed = False
@@ -314,18 +318,14 @@ class Planner(Drafter):
             if self.costs.wants_plain_steps:
                 self.policy.probe_step = self._experience.probe_step
             self.policy.gain = self._gain_of_chain(_FIRST_DRAFT, self.costs.hopeful.table)
-            for source in self._sources:
+            for source in self._all_sources:
                 source.begin(prompt)
-            if self.head:
-                self.head.begin(prompt)
         except Exception as error:
             self._fails(error)
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
-        for source in self._sources:
+        for source in self._all_sources:
             source.attach(target, perturb)
-        if self.head:
-            self.head.attach(target, perturb)
 
     def search(self, limits: Limits) -> DraftTree:
         """The candidates after the current token, the likeliest first."""
@@ -441,10 +441,8 @@ class Planner(Drafter):
         cost += plan.head_time
         probing = costs.wants_plain_steps
         self.policy.settle(step, cost, gain=plan.gain, probing=probing, charge=charge)
-        for source in self._sources:
+        for source in self._all_sources:
             source.observe(step)
-        if self.head:
-            self.head.observe(step)
 
     def end(self) -> None:
         self._experience.probe_step = self.policy.probe_step
@@ -576,15 +574,11 @@ class _Step:
         rates = zip(self._policies, self._weights, strict=True)
         self._rate = sum(policy.rate * weight for policy, weight in rates)
         self._rate += sequences - len(planners)
-        self._limits = [
-            self._limits_of(planner, depth, weight)
-            for (planner, depth), weight in zip(planners.items(), self._weights, strict=True)
-        ]
-
-    def _limits_of(self, planner: Planner, depth: int, weight: float) -> Limits:
-        scale = self._sequences / weight  # a row costs all sequences time
-        least_p = [scale * cost for cost in self._curve.cheapest_rows]
-        return Limits(depth, self._max_nodes, planner.branching, least_p)
+        self._limits = []
+        for (planner, depth), weight in zip(planners.items(), self._weights, strict=True):
+            scale = sequences / weight  # a row costs all sequences time
+            least_p = [scale * cost for cost in self._curve.cheapest_rows]
+            self._limits.append(Limits(depth, self._max_nodes, planner.branching, least_p))
 
     def search(self) -> list[Plan]:
         """Ask each planner for its candidates.

@@ -155,15 +155,11 @@ class Auto(Drafting):
         return extra.model if isinstance(extra, DraftModelDrafter) else None
 
     def sources(
-        self, token_classes: bytes, experience: Experience, extra: Drafter | None = None
+        self, classes: bytes, experience: Experience, extra: Drafter | None = None
     ) -> list[SuffixSource | DrafterSource]:
         """What a generation drafts from, with a drafter of the user's own if given."""
         look_ups = SuffixSource(
-            token_classes,
-            experience,
-            memory=self.memory,
-            store=self.store,
-            prediction=self.prediction,
+            classes, experience, memory=self.memory, store=self.store, prediction=self.prediction
         )
         return [look_ups] if extra is None else [look_ups, DrafterSource(extra)]
 
