@@ -6,7 +6,7 @@ MkDocs loads it as a hook, and mkdocstrings as an extension of Griffe, which rea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import griffe
 
 if TYPE_CHECKING:
-    from mlxspec.bench.submission import BenchReport, Figures
+    from mlxspec.bench.submission import BenchReport, CategoryFigures
     from mlxspec.drafting.chips import Chip
 
 _ROOT = Path(__file__).parent.parent
@@ -109,7 +109,7 @@ def _report(day: date, issue: int, report: BenchReport) -> Iterator[str]:
     yield "; ".join(fact.replace("_", r"\_") for fact in facts if fact)
     yield f"([issue {issue}]({ISSUES}/{issue}))."
     yield ""
-    every = [report.decoders, *report.categories.values()]
+    every: list[Mapping[str, CategoryFigures]] = [report.decoders, *report.categories.values()]
     speeds = [["", "all", *report.categories]]
     for decoder in report.decoders:
         speeds.append([decoder, *(_speed(of.get(decoder)) for of in every)])
@@ -128,7 +128,7 @@ def _report(day: date, issue: int, report: BenchReport) -> Iterator[str]:
     yield from _table(costs)
 
 
-def _speed(of: Figures | None) -> str:
+def _speed(of: CategoryFigures | None) -> str:
     """Tokens per second, and in brackets the ratio to plain decoding."""
     if of is None:
         return "–"

@@ -1,6 +1,6 @@
-"""``python -m mlxspec``, and the start of every command line: import its command, and run it.
+"""Entry point of ``mlxspec`` and ``python -m mlxspec``: imports a command and runs it.
 
-The import takes a while. Without this, an interrupt during it would end in a traceback.
+The import takes a while. Without this module, Ctrl-C during the import would print a traceback.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ def main() -> None:
 
 
 def run(module: str, command: str, name: str) -> None:
-    """Import a click command and run it; Ctrl-C ends the import with one line and status 130.
+    """Import a click command and run it; Ctrl-C during the import prints one line and exits with
+    130.
 
     Args:
         module: the module with the command.
         command: the command's name in the module.
-        name: what the user calls it.
+        name: the command's name on the command line.
     """
     open_standard_streams()
     usual = signal.getsignal(signal.SIGINT)

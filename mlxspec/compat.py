@@ -14,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from importlib import import_module
@@ -60,7 +60,7 @@ def generate(
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
         prompt: text, token ids, or messages, as for :meth:`mlxspec.Decoder.decode`.
-        verbose: print the text as it is generated, and figures at its end.
+        verbose: print the text as it is generated, then figures.
         options: the options of :func:`stream_generate`.
 
     Raises:
@@ -90,7 +90,7 @@ def joined(responses: Iterable[GenerationResponse], verbose: bool) -> str:
 
 
 def _show_figures(figures: GenerationResponse | BatchStats, drafted: str, label: str = "") -> None:
-    """Print mlx-lm's lines, and one about speculation."""
+    """Print mlx-lm's figures, and a line about speculation."""
     lines = (
         f"Prompt: {figures.prompt_tokens} tokens, {figures.prompt_tps:.3f} tokens-per-sec",
         f"Generation: {figures.generation_tokens} tokens, "
@@ -116,27 +116,28 @@ def stream_generate(
 ) -> Generator[GenerationResponse, None, None]:
     """Generate with the default decoder, one response per token; the text is mlx-lm's.
 
-    Later calls with the same model and tokenizer use what this call measures of the model, and
-    draft from its output. mlx-lm's arguments have the same meaning here. They are checked at once,
-    not with the first response. Your own logits processors and samplers are called as mlx-lm calls
-    them, without drafts, unless they are marked with :func:`mlxspec.pure`. Samples depend on
-    ``mx.random.seed`` as with mlx-lm, but differ from mlx-lm's, since random numbers are keyed by
-    position here.
+    Later calls with the same model and tokenizer reuse this call's measurements of the model, and
+    draft from its output. mlx-lm's arguments have the same meaning here. They are checked when this
+    function is called, not when the first response is read. Your own logits processors and samplers
+    are called as mlx-lm calls them, without drafts, unless they are marked with
+    :func:`mlxspec.pure`. Samples depend on ``mx.random.seed`` as with mlx-lm, but differ from
+    mlx-lm's, since random numbers are keyed by position here.
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
         prompt: text, token ids, or messages, as for :meth:`mlxspec.Decoder.decode`.
-        max_tokens: how many tokens to generate at most; -1 for no limit.
-        draft_model: a small model with the same tokenizer, to draft where no text repeats, with the
-            random numbers of the output.
+        max_tokens: the most tokens to generate; -1 for no limit.
+        draft_model: a small model with the same tokenizer, which drafts where no text repeats. It
+            samples with the output's random numbers.
         stream: ignored; everything runs on mlx-lm's ``generation_stream``.
         num_draft_tokens: the most tokens that ``draft_model`` drafts.
-        prompt_progress_callback: called with the number of prompt tokens done, and their total.
+        prompt_progress_callback: called with the number of prompt tokens processed, and their
+            total.
         input_embeddings: embeddings in place of the prompt's. mlx-lm then generates without drafts,
             and accepts only its own kinds of prompts and options.
-        options: options of sampling, of the end and of the cache, and ``prompt_cache``, as in
-            :meth:`mlxspec.Decoder.decode`. With a draft model ``max_kv_size`` is ignored, as by
-            mlx-lm, and the draft model's caches in ``prompt_cache`` are left as they are.
+        options: options for sampling, stopping and the cache, and ``prompt_cache``, as in
+            :meth:`mlxspec.Decoder.decode`. With a draft model, ``max_kv_size`` is ignored, as in
+            mlx-lm, and the draft model's caches in ``prompt_cache`` are not changed.
 
     Raises:
         PromptError, FileError, OptionError: as :meth:`mlxspec.Decoder.decode`, or the
@@ -169,12 +170,14 @@ def stream_generate(
 
 
 def _progress(callback: Progress, done: int, total: int) -> None:
-    """Count the prompt's last token, as mlx-lm does; it belongs to the first step here."""
+    """Report progress as mlx-lm does, which counts the prompt's last token as part of the prompt.
+    Here it runs in the first step.
+    """
     callback(done + (done == total), total + 1)
 
 
 class _KeptDecoder(AutoDecoder):
-    """A decoder kept as long as its model, which it does not keep alive; has mlx-lm's text."""
+    """A decoder that lives as long as its model, without keeping it alive; yields mlx-lm's text."""
 
     def new_detokenizer(self) -> StreamingDetokenizer:
         return self.tokenizer.detokenizer
@@ -182,7 +185,7 @@ class _KeptDecoder(AutoDecoder):
     @property
     def model(self) -> nn.Module:
         model = self._model()
-        assert model is not None  # set before any generation
+        assert model is not None  # set before each generation
         return model
 
     @model.setter
@@ -211,8 +214,9 @@ def decoder_of(
 ) -> AutoDecoder:
     """The default decoder of a model and a tokenizer.
 
-    It stays the same until the model is deleted, its weights change their size, or another
-    tokenizer is used. (Quantised or adapted layers have weights of another size, and other costs.)
+    Calls return the same decoder until the model is deleted, the size of its weights changes, or
+    another tokenizer is used. (Quantising a model or adding adapters changes the size, and the
+    costs.)
     """
     size = sum(weight.nbytes for _, weight in tree_flatten(model.parameters()))
     with _keeping:
@@ -265,18 +269,18 @@ def batch_generate(
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
         prompts: token ids, texts, or messages, as for :meth:`mlxspec.Decoder.decode`.
-        prompt_caches: mlx-lm's caches of the text before each prompt; they are not changed.
-        max_tokens: the most tokens to generate, for all prompts or for each.
-        verbose: print progress, and figures at the end.
+        prompt_caches: for each prompt, mlx-lm's caches of the text before it; they are not changed.
+        max_tokens: the most tokens to generate: one number for all prompts, or one for each.
+        verbose: print progress, then figures.
         return_prompt_caches: return caches that hold each prompt and its answer.
-        return_token_ids: return the answers' tokens, without the token that ended an answer.
+        return_token_ids: return the answers' tokens, without end tokens.
         return_logprobs: return the log-probability of each of these tokens.
         completion_batch_size: the most prompts that are answered at once.
         prefill_batch_size, stream: ignored; they do not change the answers.
-        prompt_progress_callback: called with the number of tokens done, and the total, over all
-            prompts.
-        options: for all prompts, as for :func:`mlxspec.stream_generate`. Beyond ``max_kv_size`` the
-            first 4 positions are kept, which mlx-lm's batches drop.
+        prompt_progress_callback: called with the number of tokens processed and the total, both
+            over all prompts.
+        options: for all prompts, as for :func:`mlxspec.stream_generate`. When the context exceeds
+            ``max_kv_size``, the first 4 positions are kept, unlike in mlx-lm's batches.
 
     Raises:
         PromptError, FileError, OptionError: as :func:`mlxspec.stream_generate`, for any
@@ -288,7 +292,7 @@ def batch_generate(
     given = [None] * len(prompts) if prompt_caches is None else prompt_caches
     for name, values in (("max_tokens", budgets), ("prompt_caches", given)):
         if len(values) != len(prompts):
-            raise OptionError(f"{name} are {len(values)} for {len(prompts)} prompts: give one each")
+            raise OptionError(f"{name}: {len(values)} for {len(prompts)} prompts; give one each")
     caches = [copy.deepcopy(cache) for cache in given]
     if return_prompt_caches:
         size = options.get("max_kv_size")
@@ -297,7 +301,7 @@ def batch_generate(
     lengths, done = list[int](), [0] * len(prompts)
 
     def report(index: int, tokens: int, total: int) -> None:
-        # A prompt's last token comes after the prefill, and is not counted separately.
+        # The first step runs a prompt's last token; it counts as done when the prefill ends.
         done[index] = tokens if tokens < total else lengths[index]
         if prompt_progress_callback:
             prompt_progress_callback(sum(done), sum(lengths))
@@ -330,7 +334,7 @@ def _run(
     max_active: int,
     verbose: bool,
 ) -> BatchStats:
-    """Run the requests, which fill the results; returns the figures, printed if ``verbose``."""
+    """Run the requests, filling the results; return the figures, and print them if ``verbose``."""
     engine = Engine(decoder, max_active=max_active, stall=math.inf)
     started = time.perf_counter()
     engine.add(*requests)
@@ -370,17 +374,17 @@ def augment() -> Augmentation:
 
     The functions are replaced in all imported modules, under any name, and in mlx-lm itself for
     modules imported later. Their output stays the same. ``load`` also accepts "demo", the bundled
-    model. If mlxspec does not support a call's arguments or model, mlx-lm's own function serves
-    the call, with a warning, once for each reason.
+    model. If mlxspec does not support a call's arguments or model, mlx-lm's own function runs
+    instead. A warning says why, once for each reason.
 
-    Not covered are functions kept outside modules (in a class, in ``partial``), and calls of
+    References outside modules (in a class, in ``partial``) are not replaced, nor are
     ``generate_step`` and ``BatchGenerator``. So ``mlx_lm.server`` only speculates for requests that
     it does not batch: requests with a seed, ``--kv-bits`` or a draft model, and all requests to a
     model whose caches cannot be batched.
 
     Returns:
-        a handle to undo it, which is also a context manager. If :func:`augment` was called several
-        times, undoing the last handle restores mlx-lm's functions.
+        a handle that undoes the replacement; it is also a context manager. After several calls of
+        :func:`augment`, mlx-lm's functions return once every handle is undone.
     """
     handle = Augmentation()
     if not _active:
@@ -389,25 +393,22 @@ def augment() -> Augmentation:
     return handle
 
 
-class Augmentation:
+class Augmentation(AbstractContextManager["Augmentation"]):
     """A handle to undo :func:`augment`."""
 
     def undo(self) -> None:
-        """Put mlx-lm's functions back, unless another augmentation still needs them replaced."""
+        """Restore mlx-lm's functions, unless another augmentation is still active."""
         if self in _active:
             _active.remove(self)
             if not _active:
                 _exchange({own: theirs for theirs, own in _STAND_INS.items()})
-
-    def __enter__(self) -> Augmentation:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.undo()
 
 
 def _exchange(replacements: Mapping[Any, Any]) -> None:
-    """Replace functions in all modules but mlxspec's own."""
+    """Replace functions in all modules except mlxspec's own."""
     by_identity = {id(old): new for old, new in replacements.items()}
     for module_name, module in list(sys.modules.items()):
         if module_name.partition(".")[0] == _PACKAGE:
@@ -461,7 +462,7 @@ def _warned_if_it_fails() -> Iterator[None]:
         if mx.distributed.init().size() > 1:
             raise OptionError("the model is split over several machines: use mlxspec generate")
         yield
-    except Exception as error:  # mlx-lm may support the model or argument that causes it
+    except Exception as error:  # mlx-lm may support the model or argument that caused it
         reason = " ".join(str(error).split()) or type(error).__name__
         kind = re.sub(r"\d+", "#", reason)
         if kind not in _warned:

@@ -1,7 +1,7 @@
 """Errors whose message is one line that names the input and the remedy.
 
-The command line prints that line and exits with status 1. Callers of the API catch
-:class:`MlxspecError`, or a subclass for what was wrong.
+The command line prints that line and exits with status 1. Python callers catch
+:class:`MlxspecError` or one of its subclasses.
 """
 
 _LONGEST = 1000  # characters of a message
@@ -9,7 +9,7 @@ _LONGEST_NAME = 120
 
 
 def shortened(message: str) -> str:
-    """Cut the middle out of a message that is too long because it repeats some input."""
+    """Cut the middle out of a message that is too long because it quotes input."""
     if len(message) <= _LONGEST:
         return message
     return f"{message[: _LONGEST * 6 // 10]} ... {message[-_LONGEST * 3 // 10 :]}"
@@ -40,7 +40,4 @@ class OptionError(MlxspecError, ValueError):
 
 
 class FileError(MlxspecError):
-    """Another file could not be read or written; an existing file is unchanged.
-
-    It is a store, a prompt cache, a saved chat, the settings or a report.
-    """
+    """A store, prompt cache, saved chat, settings file or report could not be read or written."""

@@ -4,8 +4,8 @@ New content is written to a temporary file next to its target. Once it is comple
 target in one step. Only regular files are ever replaced: links are not followed, and devices, pipes
 and sockets are not written to.
 
-The temporary file's name follows from the target's, so what a killed writer left is overwritten by
-the next one. A lock on the directory lets one file be written at a time.
+The temporary file's name is derived from the target's, so the next writer overwrites what a killed
+one left behind. A lock on the directory lets only one file be written at a time.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _beside(path: Path, kind: str) -> Path:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Wait until no other thread or process has locked a directory, and lock it."""
+    """Lock a directory, once no other thread or process holds its lock."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks

@@ -13,7 +13,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 def load_json(text: str | bytes, parse: Callable[[str], Any] = json.loads) -> Any:
     """Parse a JSON text; bytes are UTF-8.
 
-    Half a surrogate pair (``"\\ud800"``), which cannot be encoded, becomes U+FFFD.
+    A lone surrogate (``"\\ud800"``), which cannot be encoded, becomes U+FFFD.
 
     Raises:
         ValueError, RecursionError: the text is not JSON, or is nested too deeply.
@@ -27,13 +27,14 @@ def load_json(text: str | bytes, parse: Callable[[str], Any] = json.loads) -> An
 
 
 def without_lone_surrogates(text: str) -> str:
-    """Replace half a surrogate pair by U+FFFD, so that the text can be encoded."""
-    # UTF-16 turns two adjacent halves into the character that they stand for.
+    """Replace lone surrogates with U+FFFD, so that the text can be encoded."""
+    # UTF-16 joins two adjacent halves into their character.
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def json_lines(lines: Iterable[str | bytes]) -> Iterator[tuple[int, Any]]:
-    """Parse JSON lines: yield the number, from 1, and the value of each line that is not blank.
+    """Parse JSON lines: yield the line number, from 1, and the value of each line that is not
+    blank.
 
     The value is None if the line is not JSON, or is nested too deeply.
 
@@ -52,13 +53,13 @@ def json_lines(lines: Iterable[str | bytes]) -> Iterator[tuple[int, Any]]:
 def conversation_of(record: object) -> tuple[list[dict[str, str]], list[int]]:
     """Read the conversation in one record of a log.
 
-    A record is ``{"messages": [{"role": …, "content": …}, …]}``. A content is a text, null, or a
-    list of parts whose texts are joined. Each tool call adds a line, as a model writes it:
-    ``{"name": …, "arguments": …}``.
+    A record is ``{"messages": [{"role": …, "content": …}, …]}``. A content is a string, null, or a
+    list of parts whose texts are joined. Each tool call adds a line in the form in which models
+    write it: ``{"name": …, "arguments": …}``.
 
     Returns:
-        the messages, each with a "role" and a text as "content", and the indices of the messages
-        that the model wrote. These are all messages of the assistant, unless the record lists
+        the messages, each with a "role" and a string as "content", and the indices of the messages
+        that the model wrote: all messages of the assistant, unless the record lists
         ``"completions": [index, …]``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Set up the process: its standard streams, BLAS, heap and variables."""
+"""Sets up the process: standard streams, BLAS, heap and environment variables."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 
 
 def open_standard_streams() -> None:
-    """Open the null device in the place of each standard stream that is closed.
+    """Open the null device in place of each standard stream that is closed.
 
-    Otherwise the next file that is opened would get its descriptor. MLX takes descriptor 0 for a
-    failure, and output to standard output or error would end up in the file.
+    Otherwise the next file to be opened would get its descriptor. MLX treats descriptor 0 as a
+    failure, and anything printed would end up in that file.
     """
     for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
@@ -33,11 +33,11 @@ _PACKAGE, _IN_PACKAGE = "scipy_openblas32", "lib/libopenblas_python.so"
 
 
 def prefer_openblas() -> None:
-    """Load OpenBLAS for MLX's CPU back end on Linux, since MLX's wheel has the reference BLAS.
+    """Load OpenBLAS for MLX's CPU back end on Linux, since MLX's wheel has the slow reference BLAS.
 
-    It loads the package ``scipy-openblas32``, which mlxspec installs. This works only before
-    ``mlx.core`` is first imported; later it warns instead. ``MLXSPEC_OPENBLAS=0`` turns it off. It
-    does nothing on other systems or back ends.
+    OpenBLAS comes from the package ``scipy-openblas32``, which mlxspec installs. It must be loaded
+    before ``mlx.core`` is first imported; after that, this function only warns.
+    ``MLXSPEC_OPENBLAS=0`` turns it off. It does nothing on other systems or back ends.
     """
     if sys.platform != "linux" or os.environ.get(ENVIRONMENT_VARIABLE) == "0":
         return
@@ -60,10 +60,9 @@ def prefer_openblas() -> None:
             stacklevel=3,
         )
         return
-    # How long OpenBLAS's threads spin for more work before they sleep, as a power of two of cycles:
-    # about as long as it takes to wake one. The default, 2^26, lasts many steps, during which they
-    # take cores from the thread that builds the next forward. OpenBLAS reads the variable when it
-    # is loaded.
+    # OpenBLAS's threads spin for 2^16 cycles before they sleep, about as long as it takes to wake
+    # one. The default, 2^26, lasts many steps, and the spinning threads take cores from the thread
+    # that builds the next forward. OpenBLAS reads the variable when it is loaded.
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "16")
     with suppress(OSError):
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
@@ -78,8 +77,8 @@ def give_back_large_blocks() -> None:
 
     By default glibc raises this threshold, up to 32 MiB, each time a larger block is freed. It
     keeps smaller blocks in its heap. MLX's CPU back end allocates buffers of all sizes, above all
-    for KV caches. The holes that they leave in the heap grow for half an hour. Does nothing on
-    other systems.
+    for KV caches, and the holes that they leave in the heap grow for half an hour. This function
+    does nothing on other systems.
     """
     if sys.platform == "linux":
         with suppress(AttributeError):  # the C library is not glibc
@@ -89,7 +88,8 @@ def give_back_large_blocks() -> None:
 MLX_VARIABLES = ("MLX_METAL_FAST_SYNCH", "MLX_MAX_MB_PER_BUFFER", "MLX_MAX_OPS_PER_BUFFER")
 """MLX's tuning variables.
 
-MLX reads each once, when it first uses a GPU: the first on Metal only, the others on CUDA, too.
+MLX reads each of them once, when it first uses a GPU: the first on Metal only, the others also on
+CUDA.
 """
 
 

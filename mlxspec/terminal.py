@@ -27,9 +27,9 @@ _JOINERS = dict.fromkeys((0x200C, 0x200D), 0xFFFD)
 
 
 def visible(text: str) -> str:
-    """Replace control, escape and bidirectional override characters by visible signs.
+    """Replace control, escape and bidirectional override characters with visible signs.
 
-    It works character by character, so it also catches a sequence that is split across calls.
+    This works character by character, so it also catches a sequence that is split across calls.
     Newlines and tabs stay.
     """
     return text.translate(_VISIBLE)
@@ -38,7 +38,7 @@ def visible(text: str) -> str:
 def one_line(text: object) -> str:
     """Make text from users or files safe to print, on one line.
 
-    Like :func:`visible`, but it replaces joiners, too: invisible characters could make two
+    Like :func:`visible`, but joiners are replaced, too, since invisible characters could make two
     different names look the same.
     """
     return visible(" ".join(str(text).split())).translate(_JOINERS)
@@ -54,7 +54,7 @@ def wants_color(stream: TextIO, color: bool | None = None) -> bool:
 
     Args:
         stream: standard output or standard error.
-        color: the user's choice. None chooses colours for a terminal that has them, unless
+        color: the user's choice. With None, a terminal that supports colours gets them, unless
             ``NO_COLOR`` is set (https://no-color.org).
     """
     if color is not None:

@@ -1,7 +1,6 @@
 """Fixtures shared by all tests."""
 
 import gc
-import logging
 import os
 
 # Equality tests run on the BLAS of MLX's wheel, where a forward over several rows equals
@@ -51,6 +50,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.examples import LONG, examples
 from tests.support.harness import NEAR_TIES
+from tests.support.logs import logged_by
 from tests.support.shared import SHARED
 
 OF_THE_USER = tuple(os.environ[f"MLXSPEC_{kind}_DIR"] for kind in ("CACHE", "DATA", "CONFIG"))
@@ -145,16 +145,8 @@ def planning_faults() -> Iterator[list[str]]:
 
     A test that makes some checks them, and empties the list.
     """
-    lines: list[str] = []
-
-    class Taking(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    log, taking = logging.getLogger("mlxspec.drafting.planner"), Taking()
-    log.addHandler(taking)
-    yield lines
-    log.removeHandler(taking)
+    with logged_by("mlxspec.drafting.planner") as lines:
+        yield lines
     assert not lines
 
 

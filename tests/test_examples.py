@@ -16,8 +16,7 @@ import mlx_lm
 import pytest
 
 import mlxspec
-from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import CacheMemory, ServedModel
+from mlxspec.server.served_model import ServedModel
 from tests.server.test_endpoints import PIECES, scripted_caller
 from tests.support.demo import FLAT, demo, demo_decoder, given_costs
 from tests.support.serving import Running, running_server
@@ -149,10 +148,7 @@ def test_calibrate(run: Run) -> None:
 def test_openai_client(run: Run) -> None:
     decoder = demo_decoder(mlxspec.AutoDecoder, memory_tokens=0)
     decoder.costs = given_costs(FLAT)
-    served = ServedModel(
-        "demo", decoder, PrefixCache(decoder.model, 1 << 24), CacheMemory(decoder.model)
-    )
-    with running_server(served) as server:
+    with running_server(ServedModel("demo", decoder)) as server:
         output, _ = run("openai_client", server=server)
     found = re.search(r"\n(\d+) tokens, (\d+) of them accepted drafts\n$", output)
     assert found

@@ -175,9 +175,9 @@ def _socket(path: Path) -> None:
 
 
 WRITERS = {
-    "store": lambda path: build_store(path, [[1, 2, 3]], FIRST, force=True),
-    "prompt cache": lambda path: save_prompt_cache(path, [cache.KVCache()]),
-    "report": lambda path: ReportOptions(html=path).show_tables({}, ["new"]),
+    "x.store": lambda path: build_store(path, [[1, 2, 3]], FIRST, force=True),
+    "x.safetensors": lambda path: save_prompt_cache(path, [cache.KVCache()]),
+    "x.html": lambda path: ReportOptions(html=path).show_tables({}, ["new"]),
 }
 KINDS = {
     "pipe": os.mkfifo,
@@ -195,14 +195,14 @@ def test_no_writer_replaces_or_follows_what_is_no_regular_file(
 ):
     write = WRITERS[writer]
     (tmp_path / "victim").write_text("irreplaceable")
-    path = tmp_path / "x.safetensors"
+    path = tmp_path / writer
     KINDS[kind](path)
     before = os.lstat(path)
-    with pytest.raises(FileError, match=r"x.safetensors: is a .*; name (a|the)"):
+    with pytest.raises(FileError, match=rf"{writer}: is a .*; name (a|the)"):
         write(path)
     assert os.path.samestat(os.lstat(path), before)
     assert (tmp_path / "victim").read_text() == "irreplaceable"
-    assert names(tmp_path) == {"victim", "x.safetensors"}
+    assert names(tmp_path) == {"victim", writer}
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -210,7 +210,7 @@ def test_what_every_killed_writer_left_goes_with_its_next_write_(
     tmp_path: Path, writer: str, monkeypatch: pytest.MonkeyPatch
 ):
     write = WRITERS[writer]
-    path = tmp_path / "x.safetensors"
+    path = tmp_path / writer
     # A forked child computes nothing on a GPU.
     monkeypatch.setattr(mx, "save_safetensors", lambda file, *_: file.write(b"new"))
     child = os.fork()
@@ -228,9 +228,9 @@ def test_files_that_hold_prompts_are_readable_by_their_owner_alone(tmp_path: Pat
     umask = os.umask(0)
     try:
         for name, write in WRITERS.items():
-            path = tmp_path / f"{name}.safetensors"
+            path = tmp_path / name
             write(path)
-            expected = 0o644 if name == "report" else 0o600
+            expected = 0o644 if name == "x.html" else 0o600
             assert path.stat().st_mode & 0o777 == expected
     finally:
         os.umask(umask)

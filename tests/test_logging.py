@@ -38,7 +38,7 @@ def test_models_costs_and_capabilities_are_logged(
     assert re.fullmatch(r"loaded demo from .*demo_model in \d+\.\d s", loaded)
     times_in_words = r"T\(1\) 20\.0 ms, .*, T\(8\) 40\.0 ms"
     for context, line in zip((64, 8000), measured, strict=True):
-        assert re.fullmatch(rf"measured .* behind {context} tokens: {times_in_words}", line)
+        assert re.fullmatch(rf"measured .* after {context} tokens: {times_in_words}", line)
     assert re.fullmatch(rf"step times are known from {re.escape(str(tmp_path))}/\S*\.json", known)
     assert verifies.startswith("what the model verifies: tree (branching steps equal")
     assert shares == "how several sequences share forwards: joint"
@@ -91,7 +91,7 @@ def test_a_program_sees_what_it_has_set_up_to_see(set_up: bool) -> None:
     seen = subprocess.run(arguments, capture_output=True, text=True, check=True).stderr
     if set_up:
         assert seen.startswith(
-            "WARNING mlxspec.drafting.kept: step times and experience are not kept in /dev"
+            "WARNING mlxspec.drafting.kept: step times and experience cannot be kept in /dev"
         )
     else:
         assert seen == ""

@@ -1,4 +1,4 @@
-"""What a trained head would add: replayed drafts that are right as often as a curve says."""
+"""Estimates what a trained head would add, by replaying drafts with a given acceptance curve."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def parse_head_curve(text: str) -> tuple[list[float], float]:
     """Parse the value of ``--head-curve``, such as ``.76,.60,.50,.41@0.08``.
 
     Returns:
-        the probabilities that the first 1, 2, … drafted tokens are all right, and the time of
-        each drafted token, in plain steps of the sequences that share it.
+        the probabilities that the first 1, 2, … drafted tokens are all right, and the time to draft
+        each token, in plain steps of the sequences that share it.
 
     Raises:
-        OptionError: it has another form, or its numbers are out of range.
+        OptionError: the text has another form, or its numbers are out of range.
     """
     first, _, last = text.partition("@")
     with suppress(ValueError):
@@ -44,13 +44,13 @@ def parse_head_curve(text: str) -> tuple[list[float], float]:
 
 
 class ReplayedHead(HeadSource):
-    """Drafts a recorded output's next tokens, the first of which are right as a curve says.
+    """Drafts a recorded output's next tokens, as many of them right as an acceptance curve says.
 
-    How many are right after a token depends on the output alone, so all policies and chips have
-    the same luck. The confidence tells no more than the curve does.
+    How many are right at a position depends on the output alone, so all policies and chips are
+    equally lucky. The head's confidence carries no more information than the curve.
 
     Args:
-        experience: of all outputs.
+        experience: shared by all outputs.
         output: what the target answers, from the first token after the prompt.
         p_reached: as :func:`parse_head_curve` returns it.
     """

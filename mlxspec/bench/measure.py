@@ -1,4 +1,4 @@
-"""Measuring decoders, which take turns on prompts with one loaded model, and the report on it.
+"""Measures decoders, which take turns on prompts with one loaded model, and reports on them.
 
 Outputs are compared with plain decoding's. A forward over several rows may sum in a different
 order than a forward over one, so logits can differ in their last bits. That changes a token only
@@ -49,15 +49,15 @@ NEAR_TIE_FLOAT32 = 1e-4
 NEAR_TIE_SPACINGS = 4
 """The same gap for half precision, in spacings of the data type at the logits' size.
 
-Rounding every operation to half precision moved the gap of the two best logits by up to 2.5
-(bfloat16) and 3.3 spacings (float16) against the same weights in float32: 800 positions of the
-demo model. Two ways to sum can differ by as much.
+At 800 positions of the demo model, rounding every operation to half precision moved the gap between
+the two best logits by up to 2.5 (bfloat16) and 3.3 spacings (float16), compared with float32. Two
+orders of summation can differ by as much.
 """
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two outputs part.
+    """Where two outputs diverge.
 
     Attributes:
         index: the first token that differs, counted from the output's beginning.
@@ -130,19 +130,19 @@ def near_tie_bound(logits: mx.array, params: SamplingParams) -> float:
 
 
 PLAIN = "plain"
-"""The backend whose output is the truth."""
+"""The backend whose output is the reference."""
 
 MLX_LM = "mlx-lm"
 AUTO = "auto"
 
 
 Stream = Callable[..., Iterator[GenerationResponse]]
-"""One way to generate on a loaded model. All give the same output, each in its own time.
+"""One way to generate on a loaded model. All give the same output at different speeds.
 
 It is called with the prompt's token ids and, by name, ``max_tokens``, ``sampling`` and
-``on_progress``, and yields a response per token. ``on_progress`` is last called when the first
-token's forward begins. Nothing is remembered from run to run, else a repeated prompt's answer would
-be known.
+``on_progress``, and yields a response per token. The last call of ``on_progress`` is when the first
+token's forward begins. No memory is kept between runs, or the answer to a repeated prompt would be
+drafted from it.
 """
 
 MakeStream = Callable[[nn.Module, TokenizerWrapper], Stream]
@@ -150,12 +150,12 @@ MakeStream = Callable[[nn.Module, TokenizerWrapper], Stream]
 
 
 def decoding(drafting: Drafting) -> MakeStream:
-    """mlxspec's decoder that drafts in this way."""
+    """mlxspec's decoder with this kind of drafting."""
     return lambda model, tokenizer: Decoder(model, tokenizer, drafting).stream
 
 
 def _mlx_lm(model: nn.Module, tokenizer: TokenizerWrapper) -> Stream:
-    """mlx-lm's own generation, greedy: it draws other random numbers."""
+    """mlx-lm's own generation, always greedy, since its random numbers differ from mlxspec's."""
 
     def stream(
         prompt: list[int], *, max_tokens: int, sampling: SamplingParams, on_progress: Progress
@@ -182,7 +182,7 @@ BACKENDS: dict[str, MakeStream] = {
     AUTO: decoding(Auto()),
     "lookahead": decoding(Lookahead()),
 }
-"""By the names of ``--decoder``."""
+"""Keyed by the names that ``--decoder`` accepts."""
 
 
 def backends_with(drafter: type[Drafter]) -> dict[str, MakeStream]:
@@ -211,7 +211,7 @@ class TimedRun:
 
     @property
     def rate(self) -> float:
-        """Tokens per second, the prefill not counted."""
+        """Tokens per second, not counting the prefill."""
         return len(self.tokens) / self.seconds
 
 
@@ -250,9 +250,9 @@ class MeasuredPrompt:
 
 
 def in_turn(names: list[str], repeat: int) -> list[str]:
-    """The order of a repeat: each is first in turn, and its neighbours change.
+    """The order of the backends in a repeat: each is first in turn, and neighbours change.
 
-    A wide step leaves a hotter machine.
+    Wide steps heat the machine, which slows the next backend.
     """
     first = repeat % len(names)
     return (names[first:] + names[:first])[:: (-1) ** repeat]
@@ -270,11 +270,11 @@ def measure(
 ) -> Iterator[MeasuredPrompt]:
     """Measure backends answer by answer; each warms up on the first prompt.
 
-    Conversations end where they are longer than the model's context.
+    A conversation ends when it exceeds the model's context.
 
     Args:
         model, tokenizer: as :func:`mlxspec.load` returns them.
-        makers: make the backends, by name; plain decoding among them.
+        makers: functions that make the backends, by name; they include plain decoding.
         prompts: the questions.
         max_tokens: per answer.
         repeats: how often each backend answers each prompt.
@@ -304,8 +304,13 @@ def measure(
                 take_turns(tokens, 1)
                 is_warm = True
             runs = take_turns(tokens, repeats)
+            expected = runs[PLAIN][0].tokens
             differences = {
-                name: _differing(model, tokens, runs[PLAIN], own, sampling)
+                name: [
+                    difference
+                    for output in dict.fromkeys(one.tokens for one in own)
+                    if (difference := first_difference(model, tokens, expected, output, sampling))
+                ]
                 for name, own in runs.items()
             }
             yield MeasuredPrompt(prompt.category, runs, differences)
@@ -315,25 +320,12 @@ def measure(
 
 
 def _encoded(tokenizer: TokenizerWrapper, messages: Messages, raw: bool) -> list[int]:
-    """A conversation's tokens; without a chat template its texts, a blank line between."""
+    """A conversation's tokens; without a chat template, those of its texts, joined by blank
+    lines.
+    """
     if raw or not tokenizer.has_chat_template:
         return encode_prompt(tokenizer, "\n\n".join(one["content"] for one in messages))
     return apply_template(tokenizer, messages, add_generation_prompt=True)
-
-
-def _differing(
-    model: nn.Module,
-    prompt: list[int],
-    plain: Sequence[TimedRun],
-    runs: Sequence[TimedRun],
-    sampling: SamplingParams,
-) -> list[Difference]:
-    """How the distinct outputs of a backend differ from plain decoding's first one."""
-    compared = (
-        first_difference(model, prompt, plain[0].tokens, output, sampling)
-        for output in dict.fromkeys(one.tokens for one in runs)
-    )
-    return [difference for difference in compared if difference]
 
 
 # --- the report ---
@@ -344,7 +336,7 @@ _WIDE = 0.25  # from the lowest to the highest ratio of a prompt's runs, as a sh
 
 
 def machine_facts() -> Report:
-    """The machine and the versions of what ran on it; no name of host or user."""
+    """The machine and the software versions, without the names of host and user."""
     tuned = mlx_settings()
     return {
         "memory": whole_memory(),
@@ -358,7 +350,9 @@ def machine_facts() -> Report:
 
 
 def _system() -> str:
-    """The operating system, its version in numbers, which no custom name follows, and its kind."""
+    """The operating system, its numeric version (a suffix may be a custom name), and the
+    architecture.
+    """
     mac = platform.mac_ver()[0]
     name, version = ("macOS", mac) if mac else (platform.system(), platform.release())
     return f"{name} {re.match('[0-9.]*', version)[0]} {platform.machine()}"  # type: ignore[index]
@@ -369,10 +363,10 @@ def model_facts(model: nn.Module, name: str, head: Head | None = None) -> Report
 
     Args:
         model: the loaded model.
-        name: what the user called it; of a directory only the last part is given.
+        name: the name that the user gave. Of a path, only the last part is reported.
         head: its trained head, if one is used.
     """
-    # Packed weights are computed in the type of their scales.
+    # Quantised weights are computed in the type of their scales.
     weights = (weight for _, weight in tree_flatten(model.parameters()))
     floating = (weight for weight in weights if mx.issubdtype(weight.dtype, mx.floating))
     dtype = max(floating, key=lambda weight: weight.nbytes).dtype
@@ -389,15 +383,15 @@ def bench_report(prompts: Sequence[MeasuredPrompt], facts: Report) -> Report:
 
     Args:
         prompts: what was measured, at least one.
-        facts: what the report says about model, machine and settings.
+        facts: the report's facts about model, machine and settings.
 
     Returns:
         ``decoders`` and ``categories`` hold the figures of each backend over all and over each
-        category, see :func:`figures`. A speed-up over all is the geometric mean of the
-        categories'. ``exactness`` counts the ``outputs``, one for each prompt and each decoder but
-        plain, and those that ``differ`` from plain decoding's, with the largest margin of where
-        they part. ``wrong`` has a sentence for each difference that is no near tie. ``rough`` is a
-        sentence that says why the figures are noisy, or None.
+        category, see :func:`figures`. The overall speed-up is the geometric mean of the
+        categories'. ``exactness`` counts the ``outputs``, one for each prompt and each decoder
+        except plain, and how many ``differ`` from plain decoding's, with the largest margin at the
+        first differing token. ``wrong`` has a sentence for each difference that is not a near tie.
+        ``rough`` is a sentence that says why the figures are noisy, or None.
     """
     grouped: dict[str, list[MeasuredPrompt]] = {}
     for prompt in prompts:
@@ -433,13 +427,12 @@ def figures(prompts: Sequence[MeasuredPrompt], name: str) -> Report:
         name: the backend.
 
     Returns:
-        ``tokens_per_second`` and ``prefill_seconds``: medians over all runs, the prefill not
-        counted in the first.
-        ``speedup``: the rate against plain decoding: the median of each prompt's ratios, taken
-        run by run, and of those the geometric mean. ``vs_mlx_lm``: the same against mlx-lm.
-        ``tokens_per_step``, ``rows_per_step``, ``acceptance_rate``: over all steps.
-        Each is None where it is not known. There is no ratio if either backend was wrong: it wrote
-        other texts.
+        ``tokens_per_second`` (without the prefill) and ``prefill_seconds``: medians over all runs.
+        ``speedup``: the rate relative to plain decoding. It is the geometric mean over prompts of
+        the median ratio of a prompt's runs. ``vs_mlx_lm``: the same relative to mlx-lm.
+        ``tokens_per_step``, ``rows_per_step``, ``acceptance_rate``: over all steps. All are None if
+        unknown. There is no ratio if either backend's output was wrong, since it wrote different
+        texts.
     """
     runs = [run for prompt in prompts for run in prompt.runs[name]]
     stats = sum((run.stats for run in runs if run.stats), SpeculationStats())
@@ -455,7 +448,7 @@ def figures(prompts: Sequence[MeasuredPrompt], name: str) -> Report:
 
 
 def _ratios(prompt: MeasuredPrompt, name: str, base: str) -> list[float]:
-    """Run by run: a slow moment of the machine hits neighbours alike."""
+    """Two backends' ratios turn by turn, since a slow moment of the machine affects both alike."""
     pairs = zip(prompt.runs[name], prompt.runs[base], strict=True)
     return [own.rate / other.rate for own, other in pairs]
 
@@ -468,7 +461,7 @@ def _ratio(prompts: Sequence[MeasuredPrompt], name: str, base: str) -> float | N
 
 
 def noise_warning(prompts: Sequence[MeasuredPrompt]) -> str | None:
-    """Why the figures are noisy, in one sentence; None where they are not."""
+    """One sentence on why the figures are noisy; None if they are not."""
     ratios = ([_ratios(prompt, name, PLAIN) for prompt in prompts] for name in prompts[0].runs)
     spread = max(median((max(of) - min(of)) / median(of) for of in by_run) for by_run in ratios)
     if spread <= _WIDE:
@@ -504,7 +497,7 @@ def _wrong(prompts: Sequence[MeasuredPrompt]) -> Iterator[str]:
 
 
 def exactness(report: Report) -> str:
-    """How many outputs are plain decoding's, and the gap where others part."""
+    """How many outputs equal plain decoding's, and the largest gap where others diverge."""
     of = report["exactness"]
     said = (
         f"{of['outputs'] - of['differ']} of {of['outputs']} outputs are identical to {PLAIN} "
@@ -512,7 +505,7 @@ def exactness(report: Report) -> str:
     )
     if of["largest_margin"] is not None:
         said += (
-            " Where an output parts from it, the two tokens' logits are at most "
+            " Where an output diverges from it, the two tokens' logits are at most "
             f"{of['largest_margin']:.2g} apart."
         )
     return said
@@ -523,6 +516,6 @@ def verdict(report: Report) -> str:
     decoders = report["decoders"].items()
     speeds = {name: of["speedup"] for name, of in decoders if of["speedup"] is not None}
     if len(speeds) < 2:
-        return "No speed-up is given: there are no two decoders with the same output."
+        return "No speed-up is given: no two decoders had the same output."
     best = max(speeds, key=speeds.__getitem__)
     return f"{best} is fastest: {speeds[best]:.2f} times the speed of {PLAIN}."

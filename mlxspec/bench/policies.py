@@ -1,4 +1,4 @@
-"""What can be replayed: mlxspec's planner, what other programs draft, and hindsight."""
+"""The policies that can be replayed: mlxspec's planner, other programs' drafters, and hindsight."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEEPEST = 64  # tokens: a match and its draft in suffix decoding
 
 
 class FullLookup(Drafter):
-    """The earliest match that ten tokens follow, of the longest n-gram that has one.
+    """Drafts ten tokens from the earliest match of the longest n-gram that has that many after it.
 
     The rule of ``find_candidate_pred_tokens`` in apoorvumang/prompt-lookup-decoding and of
     Spec-Bench's PLD (n = 3 to 1).
@@ -50,7 +50,7 @@ class FullLookup(Drafter):
 
 
 class _TextDrafter(Drafter):
-    """Drafts a chain by a rule of the text so far, prompt and output."""
+    """Drafts a chain from the text so far, prompt and output, by a fixed rule."""
 
     branching = False
 
@@ -74,22 +74,22 @@ class _TextDrafter(Drafter):
 
 
 class NgramSimple(_TextDrafter):
-    """What followed the newest earlier occurrence of the last 12 tokens, up to 48 tokens.
+    """Drafts up to 48 tokens that followed the latest earlier occurrence of the last 12 tokens.
 
     The rule of ``--spec-type ngram-simple`` (common/ngram-map.cpp) with llama.cpp's defaults:
-    nothing is drafted when fewer tokens than the n-gram has could be.
+    drafts shorter than the n-gram are not proposed.
     """
 
     def __init__(self, size_n: int = 12, size_m: int = 48) -> None:
         super().__init__()
         self._size_n, self._size_m = size_n, size_m
-        self._newest: dict[tuple[int, ...], int] = {}  # where each n-gram ended last
+        self._newest: dict[tuple[int, ...], int] = {}  # where each n-gram last ended
 
     def _extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self._text.append(token)
             key = tuple(self._text[-self._size_n :])
-            self._match = self._newest.get(key)  # before the very end, which is not a match
+            self._match = self._newest.get(key)  # looked up before the text's own end is added
             if len(self._text) > self._size_n:  # llama.cpp ignores the text's very first position
                 self._newest[key] = len(self._text)
 
@@ -101,22 +101,22 @@ class NgramSimple(_TextDrafter):
 
 
 class SuffixPath(_TextDrafter):
-    """The most frequent continuation of some suffix of the text, over prompt and output.
+    """Drafts the most frequent continuation of a suffix of the text, prompt and output.
 
-    Each match gives a draft of at most as many tokens; a token's probability is the share of the
-    match's occurrences that it continues; the draft with the greatest sum of probabilities is
-    taken. (Oliaro et al. 2024, arXiv 2411.04975, with the rules and defaults of Snowflake's
-    ArcticInference: ``SuffixTree::speculate``. The text's own end counts as an occurrence there,
-    and so it does here. Its global tree of earlier requests is left out.)
+    Each matching suffix gives a draft at most as long as itself. A token's probability is the share
+    of the suffix's occurrences that it continues, and the draft with the greatest sum of
+    probabilities is taken. (Oliaro et al. 2024, arXiv 2411.04975, with the rules and defaults of
+    Snowflake's ArcticInference: ``SuffixTree::speculate``. As there, the text's own end counts as
+    an occurrence. ArcticInference's global tree of earlier requests is left out.)
 
     Args:
-        min_token_prob: the least probable token that is drafted.
+        min_token_prob: the lowest probability of a token that is drafted.
     """
 
     def __init__(self, min_token_prob: float = 0.1) -> None:
         super().__init__()
         self._least = min_token_prob
-        self._ends: dict[int, list[int]] = {}  # per token, the positions after it
+        self._ends: dict[int, list[int]] = {}  # for each token, the positions after it
 
     def _extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -135,7 +135,7 @@ class SuffixPath(_TextDrafter):
         return best[1]
 
     def _path(self, ends: list[int], most: int) -> tuple[float, list[int]]:
-        """The most frequent continuation of a match, after the sum of its probabilities."""
+        """The sum of probabilities and the tokens of a match's most frequent continuation."""
         path: list[int] = []
         score, probability = 0.0, 1.0
         while len(path) < most:
@@ -168,12 +168,11 @@ def verify(tree: DraftTree, following: Sequence[int], ahead: bool = False) -> Ve
 
 @dataclass(eq=False)
 class Hindsight(Drafter):
-    """Verifies as many of the planner's candidates as turn out to pay best.
+    """Verifies the number of candidates that turns out best, which takes knowing the output.
 
-    The candidates and their order are the planner's. Of their first 0, 1, 2, … those are
-    drafted that emit most per time, which takes knowing the output. So no planner
-    reaches this speed with these candidates; with others, such as those of earlier outputs,
-    one may.
+    The candidates and their order are the planner's. Of their first 0, 1, 2, …, the number that
+    emits most tokens per time is drafted. So no planner can exceed this speed with the same
+    candidates; with other candidates, such as those from earlier outputs, it may.
 
     Args:
         output: what the target answers, from the first token after the prompt.
@@ -196,7 +195,7 @@ class Hindsight(Drafter):
 
     def propose(self, max_depth: int) -> DraftTree:
         following = self.output[self._done : self._done + self.curve.widest]
-        # What is improbable may turn out to be right.
+        # Improbable candidates stay, since they may turn out to be right.
         least_p, depth = [0.0] * self.curve.widest, min(max_depth, len(following))
         limits = Limits(depth, self.curve.widest - 1, self.branching, least_p)
         everything = self._source.search(limits)
@@ -210,19 +209,21 @@ class Hindsight(Drafter):
         self._source.end()
 
     def _best_n_draft(self, right: Sequence[int]) -> int:
-        """How many nodes to verify, given those on the output's path: up to one of them."""
+        """How many nodes to verify. The best number ends with one of ``right``, the nodes on the
+        output's path.
+        """
         costs = self.curve.table
         rates = {node: (1 + depth) / costs[1 + node] for depth, node in enumerate(right, start=1)}
         return max((0, *right), key=lambda node: rates.get(node, 1.0))
 
 
-# --- what can be replayed ---
+# --- the policies ---
 
 NewDrafter = Callable[[Sequence[int]], Drafter]
-"""Makes the drafter of an output; only hindsight reads the output."""
+"""Makes the drafter for an output; only hindsight reads the output."""
 
 ReplayPolicy = Callable[[CostCurve, bytes], NewDrafter]
-"""Gives the drafters of a replay, which share what earlier outputs have taught.
+"""Makes the function that gives a replay's drafters, which share what they learn.
 
 It is called with the cost curve, T(rows) / T(1), and the classes of tokens (see
 :func:`mlxspec.drafting.acceptance.token_classes`).
@@ -234,25 +235,21 @@ def _from_text(new: Callable[[], Drafter]) -> ReplayPolicy:
     return lambda curve, classes: lambda output: new()
 
 
-def planned(
-    memory_tokens: int | None = 0, other: Callable[[], Drafter] | None = None
-) -> ReplayPolicy:
-    """The default decoder with a memory of as many tokens, and with another drafter if given.
+def planned(memory_tokens: int = 0, other: Callable[[], Drafter] | None = None) -> ReplayPolicy:
+    """The default decoder with a memory, and with another drafter if given.
 
     Args:
-        memory_tokens: None for a memory without bound.
+        memory_tokens: 0 for no memory.
         other: makes the other drafter.
     """
 
     def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
         experience = Experience()
-        memory: Memory | None = None
-        if memory_tokens != 0:
-            memory = Memory(sys.maxsize if memory_tokens is None else memory_tokens)
+        memory = Memory(memory_tokens) if memory_tokens else None
 
         def new(output: Sequence[int]) -> Drafter:
             if memory:
-                memory.settle()  # it finds all outputs so far, however fast this goes
+                memory.settle()  # so that all outputs so far can be found
             sources: list[Drafter] = [SuffixSource(classes, experience, memory=memory)]
             if other is not None:
                 sources.append(other())
@@ -270,24 +267,24 @@ def _hindsight(curve: CostCurve, classes: bytes) -> NewDrafter:
 
 AUTO = "auto"
 HINDSIGHT = "hindsight"
-"""Not a decoder, since it knows the output; it shows how much is left to gain."""
+"""Not a decoder, since it knows the output. It shows how much could still be gained."""
 
 POLICIES: dict[str, ReplayPolicy] = {
     AUTO: planned(),
     "auto-memory": planned(MAX_TOKENS),
     "prompt-lookup": _from_text(PromptLookupDrafter),
-    # Its PLD, the yardstick of published figures.
+    # Its PLD, against which published figures are compared.
     "spec-bench": _from_text(FullLookup),
     # generate(prompt_lookup_num_tokens=10), max_matching_ngram_size 2.
     "transformers": _from_text(lambda: PromptLookupDrafter(n_draft=10, ngram_max=2)),
     # Method "ngram", prompt_lookup_min = prompt_lookup_max = 5; the number of tokens has no
-    # default there, 5 is that of its documentation.
+    # default; 5 is its documentation's example.
     "vllm": _from_text(lambda: PromptLookupDrafter(n_draft=5, ngram_max=5, ngram_min=5)),
     "llama.cpp": _from_text(NgramSimple),
     "suffix-path": _from_text(SuffixPath),
     HINDSIGHT: _hindsight,
 }
-"""By the names of ``--decoder``; a further one, with a drafter of any kind, is one entry."""
+"""Keyed by the names that ``--decoder`` accepts. To add a drafter, add an entry."""
 
 
 def policies_with(drafter: type[Drafter]) -> dict[str, ReplayPolicy]:
@@ -304,7 +301,7 @@ def policies_with_memory(sizes: str) -> dict[str, ReplayPolicy]:
 
     Args:
         sizes: a comma-separated list of numbers of tokens, with k for 1,024 and M for 1,048,576,
-            or "all" for a memory without bound.
+            or "all" for no limit.
 
     Raises:
         OptionError: a size has another form.
@@ -316,6 +313,6 @@ def policies_with_memory(sizes: str) -> dict[str, ReplayPolicy]:
             raise OptionError(
                 f"--memory: {text!r} is not a size: give tokens as 4096, 16k or 1M, or all"
             )
-        tokens = int(size[1]) * _UNITS[size[2].lower()] if size else None
+        tokens = int(size[1]) * _UNITS[size[2].lower()] if size else sys.maxsize
         policies[f"memory {text}"] = planned(tokens)
     return policies

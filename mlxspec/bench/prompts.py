@@ -1,4 +1,4 @@
-"""The inputs of ``bench`` and ``replay``: prompts, recorded conversations, names of decoders."""
+"""The inputs of ``bench`` and ``replay``: prompts, recorded conversations and decoder names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Messages = list[dict[str, str]]
 MT_BENCH = {
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
 }  # fmt: skip
-"""MT-bench's own categories, which its questions have in Spec-Bench. Reports count them as one."""
+"""The categories of MT-bench's questions in Spec-Bench. Reports count them as one."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class BenchPrompt:
     """A conversation to answer.
 
     Attributes:
-        category: the category of its figures.
+        category: the category under which it is reported.
         messages: the messages before the first answer, each with "role" and "content".
         follow_ups: the user's messages, one after each answer.
         raw: whether the only message is a text to continue, not a question.
@@ -38,7 +38,7 @@ class BenchPrompt:
 
 
 def bundled_prompts() -> list[BenchPrompt]:
-    """The package's own prompts: four grounded tasks and two free texts."""
+    """The package's own prompts: four grounded tasks and two free-form texts."""
     return read_prompts(Path(__file__).with_name("prompts.jsonl"))
 
 
@@ -155,7 +155,7 @@ class Trace:
     """A recorded conversation.
 
     Attributes:
-        category: the category of its figures.
+        category: the category under which it is reported.
         model: the model that answered; "" if unknown.
         messages: the messages, each with "role" and "content".
         completions: the indices of the messages that the model wrote.
@@ -201,7 +201,7 @@ class Completion:
     """An output to replay, as token ids.
 
     Attributes:
-        category: the category of its figures.
+        category: the category under which it is reported.
         context: the tokens of the whole conversation, which its completions share.
         begin: the index in the context at which the output begins.
         output: the output's tokens, with the end token.
@@ -222,7 +222,7 @@ def render(trace: Trace, encode: Encode, bos_id: int, eos_id: int) -> Iterator[C
     """The completions of a trace, each with the conversation before it as its prompt.
 
     Vicuna's conversations are rendered with Vicuna's template, others with a header line before
-    each message. Each part is stripped and encoded by itself. The end token is part of the output.
+    each message. Each part is stripped and encoded separately. The output includes the end token.
     """
     vicuna = trace.model.startswith("vicuna")
 
@@ -257,8 +257,8 @@ def read_completions(paths: Iterable[Path], tokenizer: Any, limit: int) -> list[
     """
     bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos_id is None:
-        raise LoadError("the tokenizer has no EOS token, with which answers end: name another one")
-    # Some models have no BOS. Any other token at the start leads to the same drafts.
+        raise LoadError("the tokenizer has no EOS token to end answers with: name another one")
+    # Some models have no BOS token. Which token comes first does not change the drafts.
     bos_id = eos_id if bos_id is None else bos_id
     encode = partial(tokenizer.encode, add_special_tokens=False)
     traces = limited((trace for path in paths for trace in read_traces(path)), limit)
@@ -285,5 +285,5 @@ def chosen(names: str, table: Mapping[str, _Entry]) -> dict[str, _Entry]:
         return {name: table[name] for name in wanted}
     except KeyError as error:
         raise OptionError(
-            f"no decoder here is named {error.args[0]!r}: choose among {', '.join(table)}"
+            f"there is no decoder {error.args[0]!r}: choose from {', '.join(table)}"
         ) from None

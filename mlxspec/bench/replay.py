@@ -1,4 +1,4 @@
-"""Replaying recorded outputs: the steps that drafters would have taken, and what they cost.
+"""Replays recorded outputs: counts the steps that drafters would have taken, and their cost.
 
 Outputs run one at a time, or several at once in joint steps. Every policy is replayed under every
 chip's cost curve.
@@ -32,7 +32,7 @@ class Step(NamedTuple):
     Attributes:
         rows: how many rows the target verified for all sequences.
         sequences: how many sequences shared it.
-        head: what trained heads took before it, in plain joint steps.
+        head: the time that trained heads took before the step, in plain joint steps.
     """
 
     rows: int
@@ -58,13 +58,13 @@ class Replayed:
 
 
 def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter) -> Replayed:
-    """Let a drafter draft an output that is known.
+    """Let a drafter draft a recorded output.
 
     Args:
         prompt: the context of the output, at least one token id.
         output: what the target answered, its end token included.
-        drafter: called as the decoding loop calls it; the target's choices are read from the
-            output, and after rows that were not accepted they are unknown (-1).
+        drafter: called as in generation. The target's choices are read from the output; after rows
+            that were not accepted, they are unknown (-1).
     """
     one = Completion("", [*prompt], len(prompt), [*output])
     return replay_jointly([one], lambda output: drafter, _ANY_CURVE, 1)
@@ -79,23 +79,23 @@ def replay_jointly(
 ) -> Replayed:
     """Replay recorded outputs in joint steps, ``concurrency`` at a time.
 
-    When one ends, the next takes its place. As in :func:`mlxspec.engine.step.joint_step`, either
-    all sequences are pipelined or none; one that joins pipelined sequences takes part in their
-    next plain step. Prompts take no time.
+    When an output ends, the next takes its place. As in :func:`mlxspec.engine.step.joint_step`,
+    either all sequences are pipelined or none. A sequence that joins pipelined ones takes part in
+    their next plain step. Prompts take no time.
 
     Args:
         completions: the recorded outputs.
         new_drafter: gives the drafter of each output. Planners share the rows of each step, as in
-            :class:`mlxspec.engine.step.Batch`; what others propose is verified whole.
+            :class:`mlxspec.engine.step.Batch`; other drafters' proposals are verified in full.
         curve: T(rows)/T(1) of one sequence, by which planners share rows.
         concurrency: how many run at once, at least 1.
-        on_progress: called when an output has ended.
+        on_progress: called each time an output ends.
     """
     waiting, most = iter(completions), min(concurrency, len(completions))
     costs = cache(lambda count: FixedCosts(joint_curve(curve, count)))
     active: list[_Output] = []
     steps: list[Step] = []
-    ahead = False  # whether the next step was dispatched in the last one
+    ahead = False  # whether the last step dispatched the next one
     while True:
         for completion in itertools.islice(waiting, most - len(active)):
             drafter = new_drafter(completion.output)
@@ -117,7 +117,7 @@ def replay_jointly(
 
 @dataclass(eq=False)
 class _Output:
-    """A recorded output on its way through the steps.
+    """A recorded output that is being replayed.
 
     Attributes:
         output: what is replayed.
@@ -133,11 +133,10 @@ class _Output:
 
 
 def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[Step, bool]:
-    """Run a step of all outputs; returns also whether the next step is dispatched in it."""
+    """Run a step of all outputs; also return whether it dispatches the next step."""
     planners = [one.drafter for one in active if isinstance(one.drafter, Planner)]
-    if len(active) > 1 and planners:  # all outputs have drafters of one kind
-        depths = [MAX_DEPTH] * len(planners)
-        plans = plan_drafts(planners, depths, costs, sequences=len(active))
+    if len(active) > 1 and planners:  # all drafters are of one kind
+        plans = plan_drafts(dict.fromkeys(planners, MAX_DEPTH), costs, sequences=len(active))
         proposals = [one.draft(plan) for one, plan in zip(planners, plans, strict=True)]
     else:
         proposals = [one.drafter.propose(MAX_DEPTH) for one in active]
@@ -158,9 +157,9 @@ def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[St
 
 
 def extended(curve: CostCurve) -> CostCurve:
-    """A curve for many sequences: beyond its end, cost rises at least in proportion to rows.
+    """Extend a curve for many sequences: beyond its end, cost rises at least in proportion to rows.
 
-    A flat end would make any number of rows free.
+    If it stayed flat, any number of rows would be free.
     """
     widest = curve.widest
     points = [(rows, curve(rows)) for rows in range(1, widest + 1)]
@@ -168,18 +167,19 @@ def extended(curve: CostCurve) -> CostCurve:
 
 
 def joint_curve(curve: CostCurve, count: int) -> CostCurve:
-    """T(rows)/T(1) of joint steps; one row is a plain step of all, and drafts add the others.
+    """T(rows)/T(1) of joint steps.
 
-    A joint step is assumed to cost as much as the same number of rows of one sequence, as
-    :meth:`mlxspec.drafting.costs.LiveCosts.for_sequences` assumes before such steps have run.
-    The curves leave out the cost of attending to several contexts.
+    Here T(1) is a plain step of all sequences together, and each draft token of any of them adds a
+    row. A joint step is assumed to cost as much as one sequence's step with as many rows, as
+    :meth:`mlxspec.drafting.costs.LiveCosts.for_sequences` assumes before such steps have run. The
+    curves leave out the cost of attending to several contexts.
 
     Args:
         curve: T(rows)/T(1) of one sequence.
         count: how many sequences share a step.
 
     Returns:
-        a curve for as many draft rows as ``curve`` has.
+        a curve that covers as many draft rows as ``curve``.
     """
     whole = extended(curve)
     plain = whole(count)
@@ -189,7 +189,7 @@ def joint_curve(curve: CostCurve, count: int) -> CostCurve:
 # --- figures ---
 
 Report = dict[str, Any]
-"""Figures by name, as JSON has them."""
+"""Figures by name, as in JSON."""
 
 Comparison = Mapping[str, Mapping[str, Report]]
 """Reports by chip and policy."""
@@ -198,16 +198,17 @@ Comparison = Mapping[str, Mapping[str, Report]]
 def replay_report(
     replayed: Iterable[tuple[str, Replayed]], curve: Callable[[int], float]
 ) -> Report:
-    """Sum up what was replayed.
+    """Summarise the replayed outputs.
 
     Args:
-        replayed: set and completion, at least one.
+        replayed: pairs of a set's name and a replayed output, at least one.
         curve: T(rows) / T(1).
 
     Returns:
-        ``speedup``: the geometric mean of the sets'; ``worst``: the lowest of them;
-        ``share_slow``: the mean of theirs; ``tokens_per_step`` and ``rows_per_step``: over all
-        steps; ``sets``: by name, in the order of their appearance, see :func:`_figures`.
+        ``sets``: the figures of each set by its name, in order of appearance, see :func:`_figures`;
+        ``speedup``: the geometric mean of the sets' speed-ups; ``worst``: the lowest of them;
+        ``share_slow``: the mean of the sets' shares; ``tokens_per_step`` and ``rows_per_step``:
+        means over all steps.
     """
     by_set: dict[str, list[Replayed]] = {}
     for name, completion in replayed:
@@ -225,7 +226,7 @@ def replay_report(
 def _figures(completions: Sequence[Replayed], curve: Callable[[int], float]) -> Report:
     """The figures of one set.
 
-    ``speedup`` is the time of plain decoding / time of the steps, and ``share_slow`` the share of
+    ``speedup`` is plain decoding's time divided by the steps' time. ``share_slow`` is the share of
     completions that lose more than 2 % and two plain steps.
     """
     costs = [completion.cost(curve) for completion in completions]
@@ -244,7 +245,7 @@ def _figures(completions: Sequence[Replayed], curve: Callable[[int], float]) -> 
 
 
 def _per_step(replayed: Sequence[Replayed]) -> Report:
-    """The tokens and rows of a step, on average over all steps."""
+    """The mean tokens and rows per step, over all steps."""
     steps = sum(len(one.steps) for one in replayed)
     return {
         "tokens_per_step": sum(one.tokens for one in replayed) / steps,
@@ -255,7 +256,7 @@ def _per_step(replayed: Sequence[Replayed]) -> Report:
 def joint_report(
     joint: Replayed, plain: Replayed, alone: Sequence[Replayed], curve: CostCurve
 ) -> Report:
-    """Sum up outputs that ran at once. Speeds are against one plain sequence.
+    """Summarise outputs that ran at once. Speeds are relative to one plain sequence.
 
     Args:
         joint: with drafts, in joint steps.
@@ -264,11 +265,11 @@ def joint_report(
         curve: T(rows)/T(1) of one sequence.
 
     Returns:
-        ``speedup``: tokens of all sequences / time of the joint steps with drafts;
+        ``speedup``: all sequences' tokens divided by the time of the joint steps with drafts;
         ``plain_batching``: the same without drafts; ``one_at_a_time``: with drafts, one sequence
         after the other; ``over_plain_batching``: ``speedup / plain_batching``; ``tokens`` and
         ``completions``: how many; ``tokens_per_step``, ``rows_per_step`` and
-        ``sequences_per_step``: of all sequences, on average over the joint steps.
+        ``sequences_per_step``: means over the joint steps.
     """
     whole = extended(curve)
     speedup, batching = (one.tokens / one.cost(whole) for one in (joint, plain))
@@ -288,17 +289,17 @@ def joint_report(
 
 
 def read_curve(path: Path) -> CostCurve:
-    """Read a curve that ``mlxspec calibrate --json`` has written.
+    """Read a curve that ``mlxspec calibrate --json`` wrote.
 
     Raises:
-        OptionError: the file cannot be read, or holds no curve.
+        OptionError: the file cannot be read, or is not a curve.
     """
     try:
         times = load_json(path.read_bytes())["times"]
         return CostCurve([(int(time["rows"]), float(time["cost"])) for time in times])
     except (OSError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise OptionError(
-            f"{path}: no cost curve; write one with mlxspec calibrate MODEL --json"
+            f"{path}: not a cost curve; make one with mlxspec calibrate MODEL --json"
         ) from error
 
 
@@ -314,16 +315,16 @@ def compare(
 
     Args:
         completions: the recorded outputs, at least one.
-        classes: of their tokens, see :func:`mlxspec.drafting.acceptance.token_classes`.
+        classes: the classes of their tokens, see :func:`mlxspec.drafting.acceptance.token_classes`.
         policies: by name.
         curves: T(rows)/T(1) by the chip's name.
-        concurrency: how many outputs run at once. From 2 on they are set against batching and
-            drafting alone.
-        on_progress: called with the share that is done.
+        concurrency: how many outputs run at once. Two or more are compared with plain batching and
+            with drafting one at a time.
+        on_progress: called with the fraction that is done.
 
     Returns:
-        by chip and policy, in the order given, what :func:`replay_report` returns; from 2 outputs
-        at once on, what :func:`joint_report` does.
+        by chip and policy, in the order given, the report of :func:`replay_report`; with two or
+        more outputs at once, that of :func:`joint_report`.
     """
     several = concurrency > 1
     work = len(completions)
@@ -337,10 +338,8 @@ def compare(
         return replay_jointly(completions, new, curve, concurrency, count)
 
     def compared(policy: ReplayPolicy, curve: CostCurve) -> Report:
-        alone, new = list[Replayed](), policy(curve, classes)
-        for one in completions:
-            alone.append(replay(one.prompt, one.output, new(one.output)))
-            count()
+        new = policy(curve, classes)
+        alone = [replay_jointly([one], new, curve, 1, count) for one in completions]
         if plain:
             return joint_report(together(policy(curve, classes), curve), plain, alone, curve)
         sets = (one.category for one in completions)
@@ -356,7 +355,7 @@ def compare(
 def verdict(comparison: Comparison) -> Iterator[str]:
     """Which policy wins on each chip; plain decoding where nothing gains."""
     for chip, reports in comparison.items():
-        # Of several outputs at once, plain decoding is plain batching.
+        # With several outputs at once, plain decoding means plain batching.
         gains: dict[str, float] = {"plain decoding": 1.0}
         for name, report in reports.items():
             if name != HINDSIGHT:

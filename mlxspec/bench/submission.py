@@ -1,8 +1,8 @@
-"""Bench reports that users send: what is in one, the issue that carries it, and the files of it.
+"""Bench reports that users submit: their content, the issue that carries one, and their files.
 
-A report is a part of what ``mlxspec bench --json`` says, plus the costs of rows. Its models are
-also all that protects the repository from what strangers send, so every text in a report is one
-of a few, or has only plain characters, and every number has bounds.
+A report is part of the output of ``mlxspec bench --json``, plus the cost curves. These models alone
+protect the repository from what strangers submit. So every string in a report is one of a fixed set
+or has only plain characters, and every number has bounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..errors import OptionError
 
 _LONGEST_URL = 8000  # bytes; GitHub refuses more than 8191
 _MOST_ENTRIES = 20  # of a list or object
-_PLAIN = "A-Za-z0-9 ()@.,+-"  # characters that mean nothing in Markdown and HTML
+_PLAIN = "A-Za-z0-9 ()@.,+-"  # characters without meaning in Markdown and HTML
 _REPOSITORY = "[A-Za-z0-9][A-Za-z0-9_.-]{0,63}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
 
 _Name = Annotated[str, Field(pattern=f"^[A-Za-z0-9][{_PLAIN}]{{0,59}}$")]
@@ -42,14 +42,16 @@ _COLUMN = Field(min_length=1, max_length=WIDEST)
 
 
 class _Part(BaseModel):
-    """A part of a report. Fields that are not named here are dropped: nothing unforeseen is sent
-    or filed."""
+    """A part of a report.
+
+    Fields that are not named here are dropped, so nothing unforeseen is sent or filed.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
 class Machine(_Part):
-    """Chip and libraries. ``cores`` and ``blas`` are known of CPUs."""
+    """Chip and libraries. ``cores`` and ``blas`` are given only for CPUs."""
 
     chip: _Name
     device: Literal["cpu", "gpu"]
@@ -65,7 +67,7 @@ class Machine(_Part):
 
 
 class Model(_Part):
-    """The model; it has a name if others know it by that name, too."""
+    """The model. It has a name only if that name is public: a Hub repository, or demo."""
 
     name: Annotated[str, Field(pattern=f"^(demo|{_REPOSITORY})$")] | None = None
     type: Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,40}$")]
@@ -81,27 +83,28 @@ class Model(_Part):
         return self.name or f"{self.type}, {self.parameters / 1e9:.2g} B parameters"
 
 
-class Figures(_Part):
-    """What a decoder did; see :func:`mlxspec.bench.measure.figures`."""
+class CategoryFigures(_Part):
+    """A decoder's figures in a category; see :func:`mlxspec.bench.measure.figures`."""
 
     tokens_per_second: _Figure
     speedup: _Figure | None = None
+    rows_per_step: _Figure | None = None
+
+
+class Figures(CategoryFigures):
+    """A decoder's figures over all categories."""
+
     vs_mlx_lm: _Figure | None = None
     tokens_per_step: _Figure | None = None
-    rows_per_step: _Figure | None = None
     acceptance_rate: _Figure | None = None
 
 
-_OF_CATEGORY = ("tokens_per_second", "speedup", "rows_per_step")
-_ByDecoder = Annotated[dict[_Name, Figures], _FEW]
-
-
 class Curve(_Part):
-    """T(M)/T(1) behind a context, as ``mlxspec calibrate`` measures it.
+    """T(M)/T(1) after a context, as ``mlxspec calibrate`` measures it.
 
     Attributes:
-        context: in tokens.
-        plain_ms: T(1).
+        context: its length in tokens.
+        plain_ms: T(1) in milliseconds.
         rows: M, ascending from 1.
         cost: T(M)/T(1).
         error: half of each cost's relative 95 % interval.
@@ -121,12 +124,12 @@ class Curve(_Part):
         points = [*zip(self.rows, self.cost, self.error, strict=True)]
         bounded = all(low <= cost <= high * rows for rows, cost, _ in points)
         if self.rows != sorted({1, *self.rows}) or self.cost[0] != 1 or not bounded:
-            raise ValueError("rows, cost and error make no cost curve")
+            raise ValueError("rows, cost and error do not form a cost curve")
         return self
 
 
 class BenchReport(_Part):
-    """A report. Fields that ``mlxspec bench --json`` has too mean the same here."""
+    """A report. Fields have the same meaning as in ``mlxspec bench --json``."""
 
     format: Literal["mlxspec bench report"]
     version: Literal[1]
@@ -138,20 +141,20 @@ class BenchReport(_Part):
     rough: bool
     outputs: _Count
     differ: _Count
-    decoders: _ByDecoder
-    categories: Annotated[dict[_Name, _ByDecoder], _FEW]
+    decoders: Annotated[dict[_Name, Figures], _FEW]
+    categories: Annotated[dict[_Name, Annotated[dict[_Name, CategoryFigures], _FEW]], _FEW]
     curves: Annotated[list[Curve], _FEW]
 
     @staticmethod
     def of(report: dict[str, Any]) -> BenchReport:
-        """The part of a bench that is sent.
+        """The part of a bench report that is submitted.
 
         Args:
             report: from :func:`mlxspec.bench.measure.bench_report`, with the ``curves`` of
                 ``mlxspec calibrate``.
 
         Raises:
-            OptionError: something in it may not be in a report.
+            OptionError: a value is not allowed in a report.
         """
         curves = [
             {
@@ -161,14 +164,8 @@ class BenchReport(_Part):
             }
             for curve in report["curves"]
         ]
-        categories = {
-            category: {
-                decoder: {figure: figures[figure] for figure in _OF_CATEGORY}
-                for decoder, figures in entry["decoders"].items()
-            }
-            for category, entry in report["categories"].items()
-        }
-        name = report["model"]["name"]  # a folder's may be anybody's words
+        categories = {name: entry["decoders"] for name, entry in report["categories"].items()}
+        name = report["model"]["name"]  # a folder's name may be private
         known = name if name == "demo" or re.fullmatch(_REPOSITORY, name) else None
         content = {
             **{**report, "format": "mlxspec bench report", "version": 1},
@@ -187,16 +184,16 @@ class BenchReport(_Part):
         return name if self.machine.device == "gpu" else f"{name} CPU"
 
     def text(self) -> str:
-        """The report as JSON that people can read: what has no other parts is on one line."""
+        """The report as readable JSON: lists and objects of plain values are on one line."""
         text = json.dumps(self.model_dump(exclude_none=True), indent=2)
         return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda part: " ".join(part[0].split()), text) + "\n"
 
 
 def read(text: str | bytes) -> BenchReport:
-    """The report in a text of JSON, which may be anybody's.
+    """Parse a report from JSON that anybody may have written.
 
     Raises:
-        OptionError: it is wrong. The message quotes nothing of the text.
+        OptionError: it is invalid. The message quotes nothing from the text.
     """
     try:
         return BenchReport.model_validate_json(text)
@@ -204,11 +201,11 @@ def read(text: str | bytes) -> BenchReport:
         wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
         names = (str(part) for part in wrong["loc"])
         place = ".".join(name for name in names if re.fullmatch(r"[a-z_]{1,20}|\d{1,3}", name))
-        raise OptionError(f"the report is wrong: {place or 'the report'}: {wrong['msg']}") from None
+        raise OptionError(f"invalid report: {place or 'the report'}: {wrong['msg']}") from None
 
 
 def _public_machine(machine: dict[str, Any]) -> dict[str, Any]:
-    """The facts without what users may have named: libraries, builds and settings."""
+    """The facts without names that users may have chosen: of libraries, builds and settings."""
     settings = machine.get("mlx_settings", "").split(",")
     public = {
         **machine,
@@ -227,9 +224,9 @@ def _public_machine(machine: dict[str, Any]) -> dict[str, Any]:
 
 
 def issue_url(report: BenchReport) -> str:
-    """The address of the form for an issue, which is filled in with the report.
+    """The address of the issue form, with the report filled in.
 
-    GitHub refuses an address that is too long; then the user pastes the report.
+    GitHub refuses long addresses; then the report is left out, and the user pastes it.
     """
     title = f"Report: {report.chip}, {report.machine.memory_gb} GB, {report.model.label}"
     empty = f"{REPORT_FORM}&title={quote(title)}"
@@ -244,7 +241,7 @@ def issue_url(report: BenchReport) -> str:
 def filed_reports(directory: Path) -> list[tuple[date, int, BenchReport]]:
     """All reports under a directory, newest first; raises as :func:`read`.
 
-    A report in ``CHIP/DATE-ISSUE.json`` has its date and the number of its issue before it.
+    Each report, a file ``CHIP/DATE-ISSUE.json``, comes with its date and issue number.
     """
     found = []
     for path in directory.glob("*/*.json"):

@@ -1,4 +1,4 @@
-"""``mlxspec bench``: decoders side by side on a model, with their outputs compared."""
+"""``mlxspec bench``: compares decoders on a model, in speed and output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..files import SHARED, check_writable, replaced
 from ..process import MLX_VARIABLES, variables_in
 from ..terminal import one_line
 from .calibrate import measured_curves
-from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
+from .common.model_choice import MODEL, model_argument, model_or_default, note_if_demo
 from .common.options import (
     ADAPTERS,
     COUNT,
@@ -90,7 +90,7 @@ class BenchOptions:
     temp: float = _measurement(
         "--temp T", "Temperature; 0 is greedy. Above it, mlx-lm is left out.", default=0.0
     )
-    seed: int = _measurement("--seed N", "Same seed, same outputs.", default=0)
+    seed: int = _measurement("--seed N", "The same seed gives the same outputs.", default=0)
     mlx_settings: str | None = _measurement(
         "--mlx-settings NAME=1,…",
         f"MLX's tuning variables for this run: {', '.join(MLX_VARIABLES)}.",
@@ -98,7 +98,7 @@ class BenchOptions:
     )
     submit: bool = option_field(
         "--submit",
-        "Also measure what rows cost, and write a report. It is shown, and opened as an issue on "
+        "Also measure the cost of rows, and write a report. It is shown, and opened as an issue on "
         "GitHub if you agree.",
         default=False,
         group="Output",
@@ -106,14 +106,14 @@ class BenchOptions:
 
 
 @command("bench", short_help="Compare decoders on MODEL: speed and outputs.")
-@model_argument(ABOUT + DEFAULT)
+@model_argument()
 @options_of(BenchOptions, "asked")
 @options_of(ReportOptions, "shows", "Output")
 def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) -> None:
     """Measure plain decoding, mlx-lm and the drafting decoders on MODEL.
 
     They take turns on the same prompts in one process. Outputs are compared token by token. A
-    decoder whose outputs differ by more than near ties gets no speed-up over all, and the exit
+    decoder whose outputs differ by more than near ties gets no overall speed-up, and the exit
     status is 1. With a trained head, auto is also measured without it.
 
     \b
@@ -123,13 +123,12 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
       mlxspec bench MODEL --spec-bench question.jsonl --limit 10
       mlxspec bench MODEL --submit
 
-    A file of prompts is JSONL with "prompt", "messages" or "turns" and optionally "category" in
-    each line. The whole text of any other file is one prompt. Reports contain no prompts, outputs
-    or paths.
+    In a JSONL file, each line has "prompt", "messages" or "turns", and optionally "category". The
+    whole text of any other file is one prompt. Reports contain no prompts, outputs or paths.
 
-    --submit writes a report for the page "Figures" and for "replay --chip": chip, memory, versions,
-    the model's name if it is a repository's, and figures.
-    Nothing is sent before you submit the issue in your browser.
+    --submit writes a report for the page "Figures" and for "replay --chip". It has the chip,
+    memory, versions, figures, and the model's name if that is a repository. Nothing is sent before
+    you submit the issue in your browser.
     """
     from ..bench.measure import AUTO, BACKENDS, MLX_LM, PLAIN, backends_with
     from ..bench.prompts import bundled_prompts, chosen, limited, read_prompts
@@ -137,11 +136,10 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
 
     # Before MLX first uses a GPU.
     os.environ.update(variables_in(asked.mlx_settings or ""))
-    # Check all that needs no model before a model is loaded, or even downloaded.
-    model = needed_model(model)
+    # Check everything that needs no model before one is loaded, or even downloaded.
     backends = {PLAIN: BACKENDS[PLAIN], **chosen(asked.decoders, BACKENDS)}
     if asked.temp > 0:
-        backends.pop(MLX_LM, None)  # it draws other random numbers
+        backends.pop(MLX_LM, None)  # its random numbers differ
     if asked.drafter is not None:
         backends |= backends_with(load_drafter(asked.drafter))
     check_one(head=asked.head, no_head=asked.no_head)
@@ -150,16 +148,16 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
     sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
     prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
     questions = limited(prompts or bundled_prompts(), asked.limit)
-    shows.check()
     file = Path(time.strftime("mlxspec-report-%Y%m%d-%H%M%S.json"))
     if asked.submit:
         if asked.prompts or asked.drafter or shows.as_json or AUTO not in backends:
             raise OptionError(
-                "--submit reports the bundled prompts and decoders, auto among them, as they are "
-                "shown: leave out --prompts, --drafter and --json"
+                "--submit needs the bundled prompts, decoders with auto among them, and tables "
+                "as output: leave out --prompts, --drafter and --json"
             )
         check_writable(file)
-    report = _report(model, asked, backends, questions, sampling)
+    note_if_demo(model)
+    report = _report(model_or_default(model), asked, backends, questions, sampling)
     shows.show_tables(report, bench_tables(report))
     for line in report["wrong"]:
         click.echo(f"Error: {one_line(line)}", err=True)
@@ -187,7 +185,7 @@ def _report(
     if head is not None and attach_head(head, loaded) is None:
         head = None
     about = model_facts(loaded, model, head)
-    # First, so that the planner knows them, and that a busy machine ends the command early.
+    # First, so that the planner knows them, and so that the command fails early on a busy machine.
     curves = measured_curves(loaded, about["name"]) if asked.submit else []
     if head is not None:
         with_head = {AUTO: decoding(Auto(head=head)), "auto without head": backends[AUTO]}
@@ -228,7 +226,7 @@ def _submit(file: Path, report: Report) -> None:
     with replaced(file, SHARED) as writable:
         writable.write(sent.text().encode())
     url = issue_url(sent)
-    click.echo(f"\nAll that the report says; it is in {file}, too:\n\n{sent.text()}")
+    click.echo(f"\nThe whole report, also in {file}:\n\n{sent.text()}")
     if at_terminal() and not click.confirm("Open it as a public issue on GitHub?", err=True):
         click.echo(f"Nothing was sent. The report stays in {file}.")
         return
@@ -247,7 +245,7 @@ _FIGURES = ("speedup", "vs_mlx_lm", "tokens_per_step", "rows_per_step", "accepta
 
 
 def bench_tables(report: Report) -> Iterator[RenderableType]:
-    """Speeds by category and over all, how exact the outputs are, and which decoder is fastest."""
+    """Speeds by category and overall, how exact the outputs are, and which decoder is fastest."""
     from ..bench.measure import exactness, verdict
 
     yield from map(one_line, _heading(report["model"], report["machine"]))

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..engine.params import CacheOptions
 from ..errors import FileError, OptionError
-from ..models.model_files import local_path
+from ..models.model_files import absolute_name
 from ..terminal import one_line
-from .common.model_choice import model_or_default, note_if_demo
+from .common.model_choice import model_option, model_or_default, note_if_demo
 from .common.notes import note
 from .common.options import ADAPTERS, NAME, command, option, options_of
 from .common.output import error_console, prefill_bar
-from .common.prompt import PromptOptions, model_option
+from .common.prompt import PromptOptions
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -70,7 +69,7 @@ def cache_prompt_command(
     from ..generation.options import prompt_ids
     from ..models.model import load
 
-    # Check all that needs no model before a model is loaded, or even downloaded.
+    # Check everything that needs no model before one is loaded, or even downloaded.
     source = prompt.read()
     if not prompt_cache_file.endswith(".safetensors"):
         raise OptionError(f"--prompt-cache-file {prompt_cache_file}: choose a name *.safetensors")
@@ -88,7 +87,7 @@ def cache_prompt_command(
     with prefill_bar(error_console()) as bar:
         options["prompt_progress_callback"] = bar
         deque(generate_step(mx.array(tokens), loaded, max_tokens=0, **options), maxlen=0)
-    adapters = "" if adapter_path is None else _absolute(adapter_path)
+    adapters = "" if adapter_path is None else absolute_name(adapter_path)
     metadata = {"model": name, "tokenizer_config": "{}", ADAPTERS_OF_FILE: adapters}
     save_prompt_cache(path, cache, metadata, tokens=tokens)
     note(f"{path} holds {len(tokens):,} tokens, {path.stat().st_size / 1e6:,.1f} MB")
@@ -101,7 +100,7 @@ _QUERY = "<query>"  # mlx-lm's placeholder, which no template contains
 
 
 class CachedPrompt:
-    """The content of a prompt cache file, to be continued by other prompts.
+    """The content of a prompt cache file, which other prompts can continue.
 
     Args:
         file: made by ``mlxspec cache-prompt`` or ``mlx_lm.cache_prompt``.
@@ -121,17 +120,17 @@ class CachedPrompt:
         self._tokens = tokens_in(metadata, self._cache)
         for key, asked in (("model", model), (ADAPTERS_OF_FILE, adapter_path or "")):
             own = metadata.get(key, asked)
-            if asked != own and _absolute(asked) != _absolute(own):
+            if asked != own and absolute_name(asked) != absolute_name(own):
                 made = one_line(own[:_LONGEST_NAME]) or "none"
                 option = f"--{key.replace('_', '-')}"
-                raise FileError(f"{file} was made with {option} {made}: name the same")
+                raise FileError(f"{file} was made with {option} {made}: give the same")
 
     def continued(
         self, prompt: str | list[int], options: PromptOptions, decoder: Decoder
     ) -> tuple[list[int], dict[str, Any]]:
         """The tokens to generate from, and the options of :meth:`.Generation.request` for them.
 
-        If the file lists its tokens, they can be drafted from, too.
+        If the file lists its tokens, drafts can be taken from them, too.
 
         Raises:
             FileError: the file belongs to another model.
@@ -166,7 +165,3 @@ def _following(
         opening, prompt = texts
         prompt = prompt[len(opening.partition(_QUERY)[0]) :]
     return tokenizer.encode(prompt, add_special_tokens=False)
-
-
-def _absolute(name: str) -> str:
-    return os.path.abspath(local_path(name))

@@ -1,9 +1,9 @@
-"""``mlxspec calibrate``: what a step over M rows costs, for this model on this machine."""
+"""``mlxspec calibrate``: measures the cost of a step over M rows, for a model on this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.bar import Bar
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..errors import MlxspecError
 from ..terminal import one_line
-from .common.model_choice import ABOUT, DEFAULT, MODEL, model_argument, needed_model
+from .common.model_choice import MODEL, model_argument, model_or_default, note_if_demo
 from .common.options import (
     ADAPTERS,
     COUNT,
@@ -21,7 +21,7 @@ from .common.options import (
     NO_HEAD,
     check_one,
     command,
-    option,
+    option_field,
     options_of,
 )
 from .common.output import ProgressBar, ReportOptions, folding_table
@@ -33,46 +33,46 @@ if TYPE_CHECKING:
 
 _DIGEST = 8  # characters, enough to distinguish models of one kind and size
 _WIDEST_BAR = 60  # columns
-_measurement = partial(option, group="Measurement")
 
 
-@command("calibrate", short_help="Measure what steps of MODEL cost by their rows.")
-@model_argument(ABOUT + DEFAULT)
-@_measurement(*ADAPTERS, type=NAME)
-@_measurement(
-    "--context N",
-    "Measure behind N tokens of context; may be given several times.  [default: 64, 1000 and "
-    "8000, or as many as the model and the memory allow]",
-    type=COUNT,
-    multiple=True,
-)
-@_measurement(
-    HEAD[0],
-    "Also measure the drafts of this trained head.  [default: the one that comes with MODEL, if it "
-    "has one]",
-    type=MODEL,
-)
-@_measurement(*NO_HEAD)
-@_measurement(
-    "--sequences N",
-    "Measure steps that N sequences share; T(1) is then a plain step of all.",
-    default=1,
-    type=COUNT,
-)
-@_measurement("--show", "Show what is known of MODEL, or else of all, and measure nothing.")
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """What to measure."""
+
+    adapter_path: str | None = option_field(*ADAPTERS, type=NAME)
+    contexts: tuple[int, ...] = option_field(
+        "--context N",
+        "Measure after N tokens of context; repeatable.  [default: 64, 1000 and "
+        "8000, or as many as the model and the memory allow]",
+        type=COUNT,
+        multiple=True,
+    )
+    head: str | None = option_field(
+        HEAD[0],
+        "Also measure this trained head's drafts.  [default: the head that comes with MODEL, "
+        "if it has one]",
+        type=MODEL,
+    )
+    no_head: bool = option_field(*NO_HEAD, default=False)
+    sequences: int = option_field(
+        "--sequences N",
+        "Measure steps that N sequences share; T(1) is then a plain step of all.",
+        default=1,
+        type=COUNT,
+    )
+    show: bool = option_field(
+        "--show",
+        "Show the known times of MODEL, or of all models, and measure nothing.",
+        default=False,
+    )
+
+
+@command("calibrate", short_help="Measure the cost of MODEL's steps by their rows.")
+@model_argument()
+@options_of(CalibrateOptions, "asked", "Measurement")
 @options_of(ReportOptions, "shows", "Output")
-def calibrate_command(
-    *,
-    model: str | None,
-    adapter_path: str | None,
-    context: tuple[int, ...],
-    head: str | None,
-    no_head: bool,
-    sequences: int,
-    show: bool,
-    shows: ReportOptions,
-) -> None:
-    """Measure what steps of MODEL cost by their number of rows, and keep it.
+def calibrate_command(model: str | None, asked: CalibrateOptions, shows: ReportOptions) -> None:
+    """Measure how long steps of MODEL take by their number of rows, and keep the times.
 
     \b
     Examples:
@@ -81,23 +81,23 @@ def calibrate_command(
       mlxspec calibrate demo --sequences 4
       mlxspec calibrate --show
 
-    A draft of M - 1 tokens pays if its step emits more tokens than T(M)/T(1). The default
-    decoder measures this quickly at first use and corrects it with every step. This command
-    measures it carefully, best on an otherwise idle machine. It measures behind short and long
-    contexts, since attention to a long context can make wide drafts much more expensive. Between
-    these lengths times follow a straight line. On a GPU it also finds out whether wide drafts
-    are faster with their attention split. With a trained head it shows what drafts of the head
-    take, which comes on top of the step. If the times scatter too much, nothing is kept, and
-    the exit status is 1. The times are kept in the user's cache directory, or in the directory
-    that MLXSPEC_CACHE_DIR names.
+    A draft of M - 1 tokens pays if its step emits more than T(M)/T(1) tokens. The default decoder
+    measures T quickly at first use and corrects it with every step. This command measures it
+    carefully, best on an otherwise idle machine. It measures after short and long contexts, since
+    attention to a long context can make wide drafts much more expensive. Between these lengths,
+    times are assumed to follow a straight line. On a GPU it also finds out whether wide drafts are
+    faster with their attention split. With a trained head, it also shows the time of the head's
+    drafts, which adds to the step's. If the times scatter too much, nothing is kept, and the exit
+    status is 1. The times are kept in the user's cache directory, or in the directory that
+    MLXSPEC_CACHE_DIR names.
     """
-    shows.check()
-    check_one(head=head, no_head=no_head, show=show, sequences=sequences > 1)
-    if show:
-        report: Report = {"curves": _known(model, adapter_path, context)}
+    several = asked.sequences > 1
+    check_one(head=asked.head, no_head=asked.no_head, show=asked.show, sequences=several)
+    if asked.show:
+        report: Report = {"curves": _known(model, asked)}
     else:
-        wanted = False if no_head or sequences > 1 else head
-        report = _measured(needed_model(model), adapter_path, wanted, context, sequences)
+        note_if_demo(model)
+        report = _measured(model_or_default(model), asked)
     shows.show_tables(report, _tables(report))
 
 
@@ -107,10 +107,10 @@ Report = dict[str, Any]
 
 
 def _curve(key: CostKey, context: int, known: KnownTimes) -> Report:
-    """The curve behind a context.
+    """The cost curve after a context.
 
-    Its times have by ``rows`` the ``seconds``, ``cost`` T(rows)/T(1), and the ``error``: half of
-    the cost's relative 95 % interval.
+    Each of its times has ``rows``, ``seconds``, the ``cost`` T(rows)/T(1), and the ``error``: half
+    of the cost's relative 95 % interval.
     """
     from ..drafting.measurement import cost_errors
 
@@ -135,24 +135,20 @@ def _curve(key: CostKey, context: int, known: KnownTimes) -> Report:
     }
 
 
-def _measured(
-    name: str,
-    adapter_path: str | None,
-    head: str | bool | None,
-    contexts: Sequence[int],
-    sequences: int,
-) -> Report:
-    """Load a model, measure it carefully, and keep that.
+def _measured(name: str, asked: CalibrateOptions) -> Report:
+    """Load a model, measure it carefully, and keep the times.
 
     Returns:
-        the first curve, with those behind longer contexts, and the head's kind and times, if any.
+        the curve of the shortest context, with the curves of longer contexts, and with the kind and
+        the times of the head, if there is one.
     """
     from ..engine.heads import attach_head
     from ..models.heads.loading import load_with_head
     from ..models.model_files import given_name
 
-    model, _, its_head = load_with_head(name, head, adapter_path)
-    first, *longer = measured_curves(model, given_name(name), contexts, sequences)
+    wanted = False if asked.no_head or asked.sequences > 1 else asked.head
+    model, _, its_head = load_with_head(name, wanted, asked.adapter_path)
+    first, *longer = measured_curves(model, given_name(name), asked.contexts, asked.sequences)
     report = {**first, "longer_contexts": longer, "head": None}
     if its_head and (trained := attach_head(its_head, model)):
         drafts = [(n, trained.experience.seconds(n)) for n in range(1, trained.head.most + 1)]
@@ -165,16 +161,16 @@ def _measured(
 def measured_curves(
     model: nn.Module, name: str, contexts: Sequence[int] = (), sequences: int = 1
 ) -> list[Report]:
-    """Measure carefully, and keep it. An interrupt before the end leaves the cache as it was.
+    """Measure carefully, and keep the times. If interrupted, the cache stays as it was.
 
     Args:
         model: an mlx-lm model.
-        name: what reports call it.
-        contexts: the lengths behind which to measure; by default a short one and longer ones.
+        name: the model's name in reports.
+        contexts: the context lengths to measure at; by default a short one and longer ones.
         sequences: how many share each step.
 
     Raises:
-        MlxspecError: the times are noise; nothing is kept.
+        MlxspecError: the times are too noisy; nothing is kept.
     """
     from ..drafting.kept import CostCache
     from ..drafting.measurement import CAREFUL, noise
@@ -184,7 +180,7 @@ def measured_curves(
     for asked in contexts:
         costs.check_context(model, CAREFUL, asked)
     cache = CostCache()
-    # Shared steps are measured with their attention split as it will be.
+    # Shared steps are measured with attention split as in use.
     split_attention(model, costs.split_length(cache.read(costs.cost_key(model))))
     found = {}
     for context in sorted(set(contexts)) or costs.measured_contexts(model, sequences):
@@ -199,7 +195,7 @@ def measured_curves(
             )
         if problem := noise(found[context].times):
             raise MlxspecError(
-                f"{name}: {problem}; nothing is kept, and what was known stays: close other "
+                f"{name}: {problem}; earlier times stay, and nothing new is kept: close other "
                 "programs and measure again"
             )
     key = costs.cost_key(model).of_sequences(sequences)
@@ -207,20 +203,21 @@ def measured_curves(
     return [_curve(key, context, known) for context, known in found.items()]
 
 
-def _known(name: str | None, adapter_path: str | None, contexts: Sequence[int]) -> list[Report]:
-    """The curves in the cache: of one model, or all."""
+def _known(name: str | None, asked: CalibrateOptions) -> list[Report]:
+    """The curves in the cache, of one model or of all."""
     from ..drafting.kept import CostCache
     from ..engine.costs import model_identity
     from ..models.model import load
 
     digest = None
     if name is not None:
-        digest = model_identity(load(name, adapter_path=adapter_path, lazy=True)[0])["digest"]
+        digest = model_identity(load(name, adapter_path=asked.adapter_path, lazy=True)[0])["digest"]
     return [
         _curve(key, context, known)
         for key, times in CostCache().entries()
         for context, known in sorted(times.items())
-        if digest in (None, key.model["digest"]) and (not contexts or context in contexts)
+        if digest in (None, key.model["digest"])
+        and (not asked.contexts or context in asked.contexts)
     ]
 
 
@@ -257,11 +254,11 @@ def _tables(report: Report) -> Iterator[RenderableType]:
             seconds, cost = f"{1000 * draft['seconds']:.2f}", f"{draft['cost']:.2f}"
             table.add_row(str(draft["tokens"]), seconds, cost)
         yield table
-        yield "A step takes this time before its T(M)/T(1) if the head drafts for it.\n"
+        yield "If the head drafts for a step, this time adds to the step's T(M)/T(1).\n"
 
 
 def _heading(curve: Report) -> Iterator[RenderableType]:
-    """What is known of the model, and of its measurement."""
+    """The lines about the model and its measurement."""
     model, machine = curve["model"], curve["machine"]
     yield Text(one_line(curve["name"] or model["type"]), "bold")
     yield one_line(
@@ -271,7 +268,7 @@ def _heading(curve: Report) -> Iterator[RenderableType]:
     )
     blas = f", BLAS: {machine['blas']}" if "blas" in machine else ""
     yield one_line(
-        f"{machine['chip']}, {machine['device']}{blas}, MLX {machine['mlx']}, behind "
+        f"{machine['chip']}, {machine['device']}{blas}, MLX {machine['mlx']}, after "
         f"{curve['context']:,} tokens, {curve['source']}, {curve['updated'][:10]}"
         + (", attention split" if curve["split_attention"] else "")
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import click
@@ -11,6 +10,7 @@ from ..errors import OptionError
 from ..models.model_files import (
     DEMO,
     NO_MODEL_NAME,
+    absolute_name,
     hub_repository,
     is_repository_name,
     local_path,
@@ -61,10 +61,10 @@ def config_command(ctx: click.Context) -> None:
       mlx-settings   MLX's tuning variables, as NAME=1,OTHER=512
       alias.NAME     the model that NAME stands for, wherever a MODEL is named
 
-    The default model answers when a command line names none. It is the model in MLXSPEC_MODEL, or
-    the one set here, or the directory mlx_model, or else demo. Options on a command line override
-    these settings, as do environment variables. An alias takes precedence over a directory of that
-    name; ./NAME is the directory.
+    The default model answers when a command line names none. It is the model in MLXSPEC_MODEL, the
+    one set here, the directory mlx_model, or demo, whichever comes first. Options on a command line
+    override these settings, as do environment variables. An alias takes precedence over a directory
+    of the same name; ./NAME is the directory.
 
     The settings are in config.toml in your configuration directory, or in the directory
     MLXSPEC_CONFIG_DIR. You may edit the file; comments are kept.
@@ -86,7 +86,7 @@ def set_command(key: str, value: str) -> None:
     elif key not in KEYS:
         read = resolved(_model(read, config))
     _write(key, read)
-    say(f"{key} is {read}.")
+    say(f"{key}: {read}")
 
 
 @config_command.command("get")
@@ -116,19 +116,16 @@ def _show(config: dict[str, Any]) -> None:
 
 
 def _model(name: str, config: dict[str, Any]) -> str:
-    """A model's name that is valid in every directory: a directory becomes an absolute path.
+    """A model's name, valid from every directory: a directory becomes an absolute path.
 
     Raises:
         OptionError: it is neither a directory nor the name of a repository.
     """
-    directory = local_path(name)
     if name == DEMO or ALIAS_PREFIX + name in config:
         return name
-    if directory.is_dir():
-        return os.path.abspath(directory)
-    if not is_repository_name(hub_repository(name)[0]):
+    if not local_path(name).is_dir() and not is_repository_name(hub_repository(name)[0]):
         raise OptionError(f"{name}: {NO_MODEL_NAME}")
-    return name
+    return absolute_name(name)
 
 
 def _write(key: str, value: Any) -> None:

@@ -1,7 +1,7 @@
 """``mlxspec connect``: points an editor, an agent or a chat page at a running server.
 
-A client that can be started with a settings file gets a file of its own, and its usual settings
-stay as they are. Each template names the client's documentation or source that it follows.
+A client that can be started with a separate settings file gets one, and its usual settings stay
+unchanged. Each template names the client's documentation or source that it follows.
 """
 
 from __future__ import annotations
@@ -45,22 +45,23 @@ CLIENTS = {
     "cline": ("Cline", "fields in its window, or a command"),
     "open-webui": ("Open WebUI", "fields in its window, or variables"),
 }
-"""Clients by their names on the command line: their own names, and how they are set up.
+"""Clients by their names on the command line, with their own names and the way to set them up.
 
 ``clients/NAME.yaml`` is a Jinja template that points a client at a server.
 """
 
 
 Setup = dict[str, Any]
-"""How to point a client at a server: the ``files`` to write, the ``fields`` of its window with what
-to enter, the ``commands`` that start it, and ``notes``: further sentences for the user."""
+"""How to point a client at a server: the ``files`` to write, the ``fields`` of its window with
+their values, the ``commands`` that start it, and ``notes`` for the user.
+"""
 
 
 def _setup(client: str, address: str, models: Mapping[str, int | None]) -> Setup:
     """Fill in a client's template.
 
     Raises:
-        OptionError: the client is Zed, which needs context lengths, and one is unknown.
+        OptionError: Zed needs the models' context lengths, and one is unknown.
     """
     import yaml
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -103,7 +104,7 @@ def _setup(client: str, address: str, models: Mapping[str, int | None]) -> Setup
 
 
 def _folder(variable: str, default: str) -> str:
-    """A path in the home directory, unless an environment variable overrides it."""
+    """A folder in the home directory, unless an environment variable names another."""
     return os.environ.get(variable) or str(Path.home() / default)
 
 
@@ -119,7 +120,7 @@ def _folder(variable: str, default: str) -> str:
     metavar="[CLIENT]",
 )
 @option("--server URL", f"The server's address.  [default: {_SERVER}:{_PORT}]", group="Server")
-@option("--port N", f"The server's port, if its address is {_SERVER}.", type=COUNT, group="Server")
+@option("--port N", "The port of a server on this machine.", type=COUNT, group="Server")
 @option(
     "-m --model NAME",
     "The model to use first.  [default: the server's first]",
@@ -128,7 +129,7 @@ def _folder(variable: str, default: str) -> str:
 )
 @option(
     "--context-length N",
-    "Set the models' context in the client to N tokens.  [default: the full length]",
+    "Tell the client that the models' context is N tokens.  [default: the full length]",
     type=COUNT,
     group="Server",
 )
@@ -179,7 +180,7 @@ def connect_command(
     elif setup["files"]:
         try:
             texts = [(file, old := file.read(), file.merged(old)) for file in setup["files"]]
-        except FileError:  # a file cannot be changed, such as JSON with comments
+        except FileError:  # the file cannot be changed, such as JSON with comments
             _show(console, setup)
             raise
         if not write_texts(console, texts, yes, "--write"):
@@ -200,13 +201,13 @@ def write_texts(
         console: where to show the changes.
         texts: files with their old and new texts.
         yes: write without asking.
-        asking: the command or option that asks, for the error without a terminal.
+        asking: the command or option that asks, for the error if there is no terminal.
 
     Returns:
         whether any text is new.
 
     Raises:
-        OptionError: it cannot ask, since there is no terminal.
+        OptionError: there is no terminal to ask at.
         FileError: a file cannot be written, or has just been changed.
     """
     changes = [(file, old, new) for file, old, new in texts if new != old]
@@ -226,7 +227,7 @@ def write_texts(
 
 
 def _show(console: Console, setup: Setup) -> None:
-    """Print the settings, fields, commands and notes, to be copied."""
+    """Print the settings, fields, commands and notes, for the user to copy."""
     for file in setup["files"]:
         _print(console, f"{file.path}:", "bold")
         _print(console, f"\n{file.merged('')}")

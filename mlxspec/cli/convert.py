@@ -9,7 +9,7 @@ import click
 from ..models.model_files import local_path
 from .common.model_choice import model_argument
 from .common.notes import say
-from .common.options import NAME, command, option
+from .common.options import NAME, check_one, command, option
 from .common.output import ProgressBar
 
 _checkpoint = partial(option, group="Checkpoint")
@@ -20,10 +20,10 @@ _result = partial(option, group="Result")
 @model_argument("The checkpoint: a Hub repository, a directory, or an alias of 'mlxspec config'.")
 @_checkpoint(
     "--torch-path DIR",
-    "MODEL, in Mistral's or Llama's original form: consolidated.*, params.json, tokenizer.model.",
+    "MODEL in Mistral's or Llama's original form: consolidated.*, params.json, tokenizer.model.",
     type=NAME,
 )
-@_checkpoint("--hf-path DIR_OR_REPO", "MODEL, as a Hugging Face checkpoint.", type=NAME)
+@_checkpoint("--hf-path DIR_OR_REPO", "MODEL as a Hugging Face checkpoint.", type=NAME)
 @_checkpoint("--revision REV", "Branch, tag or commit, if MODEL is a Hub repository.")
 @_checkpoint("--head", "Convert only the trained head that MODEL is or carries.")
 @_result(
@@ -33,7 +33,7 @@ _result = partial(option, group="Result")
 )
 @_result("-q --quantize", "Quantise the weights, to 4 bits by default.")
 @_result("--q-bits N", "Quantise to N bits.", type=click.IntRange(1, 32))
-@_result("--q-group-size N", "Quantise with a scale for N weights.", type=click.IntRange(1, 1024))
+@_result("--q-group-size N", "Quantise with one scale per N weights.", type=click.IntRange(1, 1024))
 @_result("--q-mode affine|mxfp4|mxfp8|nvfp4", "Quantise in this format.")
 @_result(
     "--dtype float16|bfloat16|float32",
@@ -55,11 +55,8 @@ def convert_command(model: str | None, **options: Any) -> None:
     """
     from ..convert.conversion import convert
 
+    check_one(model=model, torch_path=options["torch_path"], hf_path=options["hf_path"])
     if model is not None:
-        for name in ("torch_path", "hf_path"):
-            if options[name] is not None:
-                spelled = f"--{name.replace('_', '-')}"
-                raise click.UsageError(f"{model} and {spelled} are given together: choose one")
         directory = local_path(model)
         is_original = (directory / "params.json").is_file() or any(directory.glob("consolidated*"))
         options["torch_path" if is_original else "hf_path"] = model

@@ -1,4 +1,4 @@
-"""``mlxspec explain``: draws a few steps of a generation, each with its draft tree."""
+"""``mlxspec explain``: draws a few steps of a generation as draft trees."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rich.tree import Tree
 from ..errors import OptionError
 from ..terminal import one_line, visible
 from .common.generation import Generation, generation_options
-from .common.model_choice import model_or_default, note_if_demo
+from .common.model_choice import model_option, model_or_default, note_if_demo
 from .common.options import COUNT, color_option, command, option, options_of
 from .common.output import ProgressBar, ReportOptions, error_console, prefill_bar
-from .common.prompt import PromptOptions, model_option, prompt_argument
+from .common.prompt import PromptOptions, prompt_argument
 from .memory import Memories
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _view = partial(option, group="Steps and output")
     type=click.IntRange(0),
 )
 @options_of(ReportOptions, "shows", "Steps and output", leave_out=("as_json",))
-@color_option("Steps and output", "Show in colour.")
+@color_option("Steps and output", "Use colours.")
 def explain_command(
     *,
     generation: Generation,
@@ -72,8 +72,7 @@ def explain_command(
       mlxspec explain "Say this three times: ..." --steps 5 --skip 0
       mlxspec explain --decoder lookahead --prompt-file ask.txt --html steps.html
     """
-    source = prompt.read()  # this, and all checks that need no model, before a model is loaded
-    shows.check()
+    source = prompt.read()  # before a model is loaded
 
     from ..drafting.sources import RecordingDrafter
     from ..models.model_files import given_name
@@ -108,7 +107,7 @@ def explain_command(
         memories.suggest_once()
 
 
-# --- what became of a draft ---
+# --- the fates of nodes ---
 
 
 _FATES = {
@@ -118,15 +117,15 @@ _FATES = {
     "rejected": ("✗", "color(166)"),
     "not reached": ("○", "dim"),
 }
-"""What may become of a node, with its sign and style; children are drawn in this order."""
+"""The possible fates of a node, with sign and style; children are drawn in this order."""
 
 
 def fates_of(step: RecordedStep) -> list[str]:
-    """What became of the nodes of a step's tree.
+    """The fates of the nodes of a step's tree.
 
-    A node is rejected if its parent was accepted and the target chose another token there.
-    Nodes below a rejected node, or after the output's end, were not reached. Last comes the bonus
-    token, unless the output ended before it.
+    A node is rejected if its parent was accepted and the target chose another token there. Nodes
+    below a rejected node, or after the output's end, were not reached. The bonus token comes last,
+    unless the output ended before it.
     """
     verified = step.verified
     has_bonus = len(verified.tokens) > len(verified.accepted)
@@ -158,7 +157,7 @@ _SIGNS = str.maketrans({"\n": _NEWLINE, "\t": _TAB, "\r": "␍"})
 
 
 TextOf = Callable[[Sequence[int]], str]
-"""Makes the text of tokens on one line: spaces stay, other white space becomes signs."""
+"""Turns tokens into text on one line: spaces stay, other white space becomes signs."""
 
 
 def _text_of(tokenizer: TokenizerWrapper) -> TextOf:
@@ -175,7 +174,7 @@ def _text_of(tokenizer: TokenizerWrapper) -> TextOf:
 
 
 def _piece(token: int, text_of: TextOf) -> str:
-    """The text of a token with a sign for spaces, or its number if it has no text of its own."""
+    """The text of a token with a sign for spaces, or its id if it has no text of its own."""
     text = text_of([token]).replace(" ", _SPACE)
     return text if text.strip("\ufffd") and cell_len(text) else f"<{token}>"
 
@@ -186,13 +185,13 @@ _CONTEXT = 30  # tokens shown before a step
 def drawn(
     steps: Sequence[RecordedStep], first: int, count: int, prompt: Sequence[int], text_of: TextOf
 ) -> Iterator[RenderableType]:
-    """Draw steps, and the key.
+    """Draw steps, and a key to the signs.
 
     Args:
         steps: all steps of the generation.
         first, count: the first step to draw, from 0, and how many.
         prompt: the prompt's tokens.
-        text_of: makes the text of tokens.
+        text_of: turns tokens into text.
     """
     before = list(prompt)
     for number, step in enumerate(steps[: first + count]):
@@ -231,7 +230,7 @@ def _tree(step: RecordedStep, text_of: TextOf) -> Tree:
         children[parents[node]].append(node)
 
     def line(run: Sequence[int]) -> Text:
-        """The tokens, the target's choice after them, and their origin if it is new."""
+        """The tokens, the target's choice after them, and their origin if it changes."""
         first, last = run[0], run[-1]
         text = Text().append(*_FATES[fates[first]])
         for node in run:

@@ -19,7 +19,7 @@ from ..errors import PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .common.generation import Generation, generation_options
-from .common.model_choice import model_or_default, note_if_demo
+from .common.model_choice import model_option, model_or_default, note_if_demo
 from .common.notes import silence_notes
 from .common.options import COUNT, NAME, check_one, color_option, command, option, options_of
 from .common.output import (
@@ -30,12 +30,12 @@ from .common.output import (
     result_report,
     write_json,
 )
-from .common.prompt import PromptOptions, model_option, prompt_argument
+from .common.prompt import PromptOptions, prompt_argument
 from .memory import Memories
 
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
-    from ..engine.step import StepTime
+    from ..drafting.costs import StepTime
     from ..generation.response import GenerationResult
 
 
@@ -67,23 +67,23 @@ _output = partial(option, group="Output")
 @generation_options()
 @_output("-q --quiet", "Show only the text: no figures, progress or notes.")
 @color_option("Output")
-@_output("--stats", "Show the measured time of a step by its number of rows.")
+@_output("--stats", "Show the measured time of steps by their number of rows.")
 @_output("--json", "Write one JSON object instead of text.", "as_json")
 @_output(
     "--logprobs K",
-    "With --json or --prompts: log-probabilities of each token, and of the K likeliest tokens in "
-    "its place.",
+    "With --json or --prompts: log-probabilities of each token, and of the K likeliest tokens "
+    "in its place.",
     type=click.IntRange(0),
 )
 def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -> None:
     """Generate text with speculative decoding.
 
-    PROMPT is what to ask the model. Pipe an input text, or name its file with --prompt-file. The
-    model gets the text, a blank line and PROMPT. Without PROMPT, the text is the prompt.
+    PROMPT is the instruction or question. Pipe an input text, or name its file with --prompt-file.
+    The model gets the text, a blank line and PROMPT. Without PROMPT, the text is the prompt.
 
-    A draft is what followed the latest words earlier: in the prompt, the output or earlier outputs.
-    The model verifies a draft in one forward, so the text is the model's own and only the speed
-    changes.
+    A draft is the text that followed the latest words before: in the prompt, the output or earlier
+    outputs. The model verifies a draft in one forward, so the text is the model's own and only the
+    speed changes.
 
     \b
     Examples:
@@ -103,16 +103,16 @@ def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -
     [{"role": "user", "content": "..."}]} or just "text". It may set "max_tokens", "stop",
     "stop_tokens" and sampling options by their names ("temp", "top_p", "seed", ...); the options of
     the command are the defaults. Its "id" is copied into the result. The results are lines of JSON
-    in the same order, with the keys of --json. Each is written as soon as all before it are. If a
+    in the same order, with the keys of --json. Each is written once all results before it are. If a
     line cannot be answered, its result has an "error", the others are answered, and the exit status
     is 1.
 
     Standard input is read if it is a pipe, or a file that has not been read from yet. A pipe that
-    stays open and empty is ignored after 10 seconds. If the standard input of a script is a pipe,
-    "mlxspec generate ... < /dev/null" leaves it to the script.
+    stays open and empty is ignored after 10 seconds. In a script that reads a pipe itself, run
+    "mlxspec generate ... < /dev/null".
 
-    Only the text goes to standard output: unchanged to a file or a pipe, and with visible control
-    characters to a terminal. Figures, notes and errors go to standard error.
+    Only the text goes to standard output: unchanged in a file or a pipe, with control characters
+    made visible at a terminal. Figures, notes and errors go to standard error.
     """
     check_one(quiet=options["quiet"], stats=options["stats"])
     if options["quiet"]:
@@ -120,14 +120,13 @@ def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -
     sources = *vars(options["prompt"]).values(), prompts
     if launched_rank() is not None and "-" in sources:
         raise PromptError("-: mlx.launch does not pass on the end of standard input; name a file")
-    if prompts is not None:
-        from .prompt_files import answer_prompts
-
-        with leading() as leader:
-            answer_prompts(prompts, concurrency, leader=leader, **options)
-    else:
-        with leading() as leader:
+    with leading() as leader:
+        if prompts is None:
             answer(leader=leader, **options)
+        else:
+            from .prompt_files import answer_prompts
+
+            answer_prompts(prompts, concurrency, leader=leader, **options)
 
 
 def answer(
@@ -147,12 +146,12 @@ def answer(
         shows: the options ``quiet``, ``color``, ``stats`` and ``as_json``.
 
     Raises:
-        MlxspecError: an option, the prompt or the model is at fault.
+        MlxspecError: an option, the prompt or the model is invalid.
     """
     from ..generation.response import GenerationResult
     from .cache_prompt import CachedPrompt
 
-    # Check all that needs no model before a model is loaded, or even downloaded.
+    # Check everything that needs no model before one is loaded, or even downloaded.
     source, model = prompt.read(piped=leader is None), model_or_default(generation.model)
     check_one(system_prompt=prompt.system_prompt, prompt_cache_file=prompt_cache_file)
     cached = None
@@ -181,8 +180,7 @@ def answer(
         result.step_times, result.prompt_tokens = decoder.step_times.table(), len(tokens)
         if printer:
             printer.finish()
-            panel = figures_panel(result, printer.color, decoder.predicted_cost)
-            console.print("", panel, sep="\n")
+            console.print("", figures_panel(result, printer.color), sep="\n")
         else:
             write_json(result_report(result, model))
         generation.note_if_full(decoder.model, result.finish_reason, len(result.tokens))
@@ -194,16 +192,15 @@ def answer(
         sys.exit(INTERRUPTED)
 
 
-def figures_panel(result: GenerationResult, legend: bool, predicted_cost: float = 0.0) -> Panel:
+def figures_panel(result: GenerationResult, legend: bool) -> Panel:
     """The figures of a generation, and a legend for the two colours.
 
     Args:
-        result: what was generated.
+        result: the finished generation.
         legend: whether to add the legend.
-        predicted_cost: the cost of the steps, in plain steps; 0 if unknown.
     """
     figures = Figures()
-    figures.add(result, len(result.tokens), predicted_cost)
+    figures.add(result, len(result.tokens))
     meaning = f"{colored('■ accepted draft', True)}  {colored('■ target’s own', False)}"
     return figures.panel(
         subtitle="interrupted" if result.finish_reason == "interrupted" else None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.filesize import decimal
 
 from ..errors import OptionError
-from .common.model_choice import ABOUT, DEFAULT, model_argument, needed_model
+from .common.model_choice import model_argument, model_or_default, note_if_demo
 from .common.notes import say
 from .common.options import ADAPTERS, NAME, command, option
 from .common.output import print_rows, write_json
@@ -26,15 +26,15 @@ _DRAFTS = {
 _SIZES = {"hidden_size": "features", "vocab_size": "tokens", "num_hidden_layers": "layers"}
 
 
-@command("inspect", short_help="Show what MODEL is, and which drafts it verifies.")
-@model_argument(ABOUT + DEFAULT)
+@command("inspect", short_help="Show MODEL's properties, and which drafts it verifies.")
+@model_argument()
 @option(*ADAPTERS, type=NAME, group="Model")
 @option("--json", "Write one JSON object.", "as_json", group="Output")
 def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) -> None:
-    """Show what MODEL is, and which drafts it verifies: trees, chains, or none.
+    """Show MODEL's properties, and which drafts it verifies: trees, chains, or none.
 
-    It says whether MODEL carries a trained head. If MODEL is a trained head itself, it shows the
-    kind of the head, and which target it needs.
+    It also shows whether MODEL carries a trained head. If MODEL is itself a trained head, it shows
+    the head's kind and the target that it needs.
 
     \b
     Examples:
@@ -42,9 +42,9 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
       mlxspec inspect mlx-community/gemma-3-4b-it-4bit
       mlxspec inspect ./mlx_model --json | jq -r .tier
 
-    The model is run to find out which drafts it verifies; its name does not matter. After part of a
-    draft is rejected, the caches must be as if only the accepted tokens had run. The command also
-    tests how several sequences can share a forward, in which each must get the same result as
+    The command runs the model to find out which drafts it verifies; the architecture's name does
+    not matter. After a rejection, the caches must be as if only the accepted tokens had run. It
+    also tests how several sequences can share a forward, where each must get the same result as
     alone, and whether the result of a prompt depends on its chunks.
     """
     from ..engine.costs import model_identity
@@ -53,14 +53,15 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
     from ..models.model import load
     from ..models.model_files import find_directory, read_config
 
-    model = needed_model(model)
+    note_if_demo(model)
+    model = model_or_default(model)
     directory = find_directory(model, None, weights=())
     if not named_kind(read_config(directory)):
         own = own_head(directory)
         examined, _ = load(model, adapter_path=adapter_path)
         report = _model_report(examined)
     elif adapter_path is not None:
-        raise OptionError(f"--adapter-path {adapter_path}: a trained head takes no adapters")
+        raise OptionError(f"--adapter-path {adapter_path}: trained heads have no adapters")
     else:
         own = find_head(head_directory(model))
         examined = load_lazily(own)
@@ -104,7 +105,7 @@ def _model_report(model: nn.Module) -> dict[str, Any]:
 
 
 def _rows(report: dict[str, Any]) -> list[tuple[str, object]]:
-    """The report of a model, or of a head alone, for people."""
+    """The report on a model, or on a head alone, as rows of text."""
     head, target = report["head"], report.get("target")
     rows: list[tuple[str, object]] = [
         ("head", f"{head['kind']}, {decimal(head['bytes'])}" if head else "none"),
@@ -127,7 +128,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, object]]:
         ("why", report["reason"]),
         ("sequences", f"{report['joint']}: {report['joint_reason']}"),
         ("prompts", "in mlx-lm's chunks and never shared" if plain else "in chunks of any size"),
-        # On Linux's CPU back end it decides what rows cost.
+        # On Linux's CPU back end, the BLAS decides the cost of rows.
         *([("BLAS", report["blas"])] if report["blas"] else []),
     ]
 

@@ -1,4 +1,4 @@
-"""The ``mlxspec`` command with its list of subcommands, and ``help`` and ``completion``."""
+"""The ``mlxspec`` command and its subcommands, with ``help`` and ``completion``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COMMANDS = {
 }
 """Subcommands by their headings in the help."""
 
-_WHOLE = 200  # characters; all descriptions are shorter
+_WHOLE = 200  # characters, more than any description has
 
 
 class LazyGroup(Group):
@@ -67,7 +67,7 @@ def main() -> None:
 @argument("words", "The command, and a subcommand of it.", nargs=-1, metavar="[COMMAND]...")
 @click.pass_context
 def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
-    """Show the help of a command, as its --help does, or without a command the help of mlxspec.
+    """Show the help of a command, like its --help; without a command, the help of mlxspec.
 
     \b
     Examples:
@@ -79,7 +79,7 @@ def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
 
 
 _NAME = "mlxspec"
-_VARIABLE = "_MLXSPEC_COMPLETE"  # in which the shell's script passes its request to click
+_VARIABLE = "_MLXSPEC_COMPLETE"  # through which the shell's script passes requests to click
 
 
 @command("completion", short_help="Let your shell complete commands and models.")
@@ -93,9 +93,9 @@ def completion_command(shell: str) -> None:
       eval "$(mlxspec completion zsh)"
       mlxspec completion fish | source
 
-    To have it in every new shell, put the line into ~/.bashrc, or after compinit into ~/.zshrc. For
-    fish, write the script to ~/.config/fish/completions/mlxspec.fish. bash must be 4.4 or newer;
-    macOS has an older one.
+    To enable it in every new shell, put the line into ~/.bashrc, or after compinit into ~/.zshrc.
+    For fish, write the script to ~/.config/fish/completions/mlxspec.fish. bash must be 4.4 or
+    newer; macOS comes with an older one.
 
     It completes models in the Hugging Face Hub's cache, aliases of 'mlxspec config', and
     directories.

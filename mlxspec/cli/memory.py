@@ -41,11 +41,11 @@ _model_option = option(
 class Memories(ExitStack):
     """The memories that keep a command's answers, until the end of the ``with`` block.
 
-    Models of one tokenizer share one. At the end the answers are on disk, and are sorted. If an
-    error ends the block, the next run sorts them.
+    Models with the same tokenizer share one. At the end, the answers are on disk, and are sorted.
+    If an error ends the block, the next run sorts them.
 
     Args:
-        keeps: False ignores the kept answers, whatever the user's settings say.
+        keeps: False ignores the kept answers, whatever the user's settings are.
 
     Attributes:
         keeps: as given.
@@ -69,10 +69,11 @@ class Memories(ExitStack):
 
         Args:
             tokenizer: a model's tokenizer.
-            model: what the user calls the model.
+            model: the model's name as the user gave it.
         """
         from ..corpus.answers import KeptAnswers, identify, memory_directory
         from ..corpus.memory import Memory
+        from ..models.model_files import absolute_name
 
         if not self._settings.keeps_some:  # identifying a tokenizer takes a tenth of a second
             return None
@@ -81,17 +82,17 @@ class Memories(ExitStack):
             return None
         if identity.fingerprint not in self._memories:
             try:
-                kept = KeptAnswers(memory_directory(), identity, _absolute(model))
+                kept = KeptAnswers(memory_directory(), identity, absolute_name(model))
             except FileError as error:
                 note(f"{error}; answers are remembered only until this command ends")
                 return None
-            memory = Memory(most, kept=kept, on_trouble=note)
+            memory = Memory(most, kept=kept)
             self._memories[identity.fingerprint] = memory
             self.push(lambda kind, *_: memory.close(patience=0 if kind else None))
         return self._memories[identity.fingerprint]
 
     def suggest_once(self) -> None:
-        """Suggest at a terminal to keep answers, once per user.
+        """At a terminal, suggest keeping answers, once per user.
 
         Creates the memory's directory, which records that the suggestion was shown.
         """
@@ -106,17 +107,9 @@ class Memories(ExitStack):
                 )
 
 
-def _absolute(model: str) -> str:
-    """A model's name that is valid in every directory."""
-    from ..models.model_files import DEMO, local_path
-
-    is_there = model != DEMO and local_path(model).exists()
-    return os.path.abspath(local_path(model)) if is_there else model
-
-
 @group("memory", short_help="Keep answers between runs, to draft from.")
 def memory_command() -> None:
-    """Keep answers between runs and draft from them; show, forget or export them.
+    """Keep answers between runs to draft from; show, forget or export them.
 
     \b
     Examples:
@@ -126,15 +119,16 @@ def memory_command() -> None:
       mlxspec memory forget --matching "Jane Doe"
       mlxspec memory export > answers.jsonl
 
-    Once the memory is on, generate, chat, serve and run keep the models' answers and draft from
-    them. Prompts are not kept. The answers never leave this machine, and only you can read them.
+    Once the memory is on, generate, chat, serve, explain and run keep the models' answers and draft
+    from them. Prompts are not kept. The answers never leave this machine, and only you can read
+    them.
 
-    Whether it is on or off, mlxspec learns from each output which drafts are right. It keeps a few
-    kilobytes of weights for each model, and no text.
+    Whether the memory is on or off, mlxspec learns from each output which drafts tend to be right.
+    It keeps a few kilobytes of weights for each model, and no text. --no-memory turns both off for
+    a run, as does MLXSPEC_MEMORY=off.
 
-    --no-memory turns both off for a run, as does MLXSPEC_MEMORY=off. MLXSPEC_MEMORY=on turns the
-    memory on, and MLXSPEC_MEMORY=DIR turns it on with the answers in DIR. All of these override on
-    and off.
+    MLXSPEC_MEMORY=on turns the memory on, and MLXSPEC_MEMORY=DIR turns it on with the answers in
+    DIR. All of these override 'memory on' and 'memory off'.
     """
 
 
@@ -159,7 +153,7 @@ def off_command(model: str | None) -> None:
 
 
 def _switch(model: str | None, keeps: bool, max_tokens: int | None = None) -> None:
-    """Turn the memory on or off, for one tokenizer or all, and print what that means."""
+    """Turn the memory on or off, for one tokenizer or all, and print the effect."""
     from ..corpus import answers as corpus
 
     tokenizer, settings = _tokenizer_of(model), corpus.load_settings()
@@ -186,10 +180,10 @@ def _switch(model: str | None, keeps: bool, max_tokens: int | None = None) -> No
 @_model_option
 @option("--json", "Write one JSON object instead of text.", "as_json")
 def show_command(model: str | None, as_json: bool) -> None:
-    """Show what is kept, where, and what it earned.
+    """Show how much is kept, where, and how much it helped.
 
-    Of each tokenizer it shows the share of the answers' tokens that were accepted drafts from each
-    source: the context, kept answers, a store, and so on. --json has these figures by day.
+    For each tokenizer, it shows the share of the answers' tokens that were accepted drafts from
+    each source: the context, kept answers, a store, and so on. --json has these figures by day.
     """
     from ..corpus.answers import memory_directory, settings_in_force
     from ..drafting.kept import experience_directory, kept_experience
@@ -238,8 +232,8 @@ _ON = {True: "on", False: "off"}
 
 
 @memory_command.command("forget")
-@option("--since WHEN", "Answers that ended since WHEN: 2h, 3d, 2026-11-23, 2026-11-23T14:30.")
-@option("--matching TEXT", "Answers that contain TEXT, in upper or lower case.")
+@option("--since WHEN", "Answers that ended after WHEN: 2h, 3d, 2026-11-23, 2026-11-23T14:30.")
+@option("--matching TEXT", "Answers that contain TEXT, ignoring case.")
 @option("--all", "All answers, and what was learned about drafts.", "everything")
 @_model_option
 @option("-y --yes", "Forget without asking.")
@@ -248,13 +242,13 @@ def forget_command(
 ) -> None:
     """Forget answers, wherever they are kept.
 
-    With --since and --matching, an answer is forgotten, with its figures, if both apply to it.
-    Running processes forget it, too. Damaged files are always removed.
+    With both --since and --matching, only answers that meet both conditions are forgotten, with
+    their figures. Running processes forget them, too. Damaged files are always removed.
     """
     if matching is not None and not matching.strip():
         raise OptionError("--matching is empty: give a text, or use --all")
     if everything == (since is not None or matching is not None):
-        raise OptionError("choose what to forget: give --all, or any of --since and --matching")
+        raise OptionError("choose what to forget: give --all, or --since, --matching or both")
     from ..drafting.kept import kept_experience
 
     first, tokenizer = 0.0 if since is None else _time(since), _tokenizer_of(model)
@@ -281,19 +275,19 @@ def forget_command(
     say(f"Forgot {counted(sum(len(rows) for _, rows in found), 'answer')}.")
 
 
-@memory_command.command("export")
+@memory_command.command("export", short_help="Write the answers as a chat log.")
 @_model_option
 def export_command(model: str | None) -> None:
     """Write the answers to standard output as a chat log, the oldest first.
 
-    A line is {"messages": [{"role": "assistant", "content": "..."}], "created": SECONDS}. In a file
-    *.jsonl, 'mlxspec store build' and 'mlxspec replay' can read it.
+    Each line is {"messages": [{"role": "assistant", "content": "..."}], "created": SECONDS}.
+    Written to a file *.jsonl, it can be read by 'mlxspec store build' and 'mlxspec replay'.
     """
     tokenizer = _tokenizer_of(model)
     kept = [one for one in _kept(tokenizer) if one.count()["texts"]]
     if not kept:
         raise OptionError("no answers are kept: to keep them from now on, run mlxspec memory on")
-    decoders = [_decoder(one, tokenizer) for one in kept]  # all, before the first line
+    decoders = [_decoder(one, tokenizer) for one in kept]  # load all before the first line
     for one, decode in zip(kept, decoders, strict=True):
         for _, tokens, ended in sorted(one.read(), key=itemgetter(2)):
             message = {"role": "assistant", "content": decode(tokens)}
@@ -341,7 +335,7 @@ def _decoder(kept: KeptAnswers, tokenizer: Any) -> Callable[[np.ndarray], str]:
     try:
         tokenizer = tokenizer or _tokenizer_of(kept.model or kept.identity.name)
         if identify(tokenizer).fingerprint != kept.identity.fingerprint:
-            raise LoadError(f"{kept.model}: now has another tokenizer")
+            raise LoadError(f"{kept.model} now has another tokenizer")
     except LoadError as error:
         raise LoadError(
             f"{error}; answers of {kept.identity} need its tokenizer: name a copy of it with "
@@ -381,6 +375,7 @@ def _earned(days: dict[str, dict[str, int]]) -> str:
     total = Counter[str]()
     for figures in days.values():
         total.update(figures)
-    tokens = max(1, total["tokens"])
+    if not (tokens := total["tokens"]):
+        return "nothing yet"
     shares = [f"{total[name] / tokens:.0%} from {name}" for name in SOURCES if total[name]]
     return ", ".join([f"{tokens / max(1, total['steps']):.2f} tokens per step", *shares])

@@ -30,9 +30,9 @@ def models_command(as_json: bool) -> None:
       mlxspec models --json | jq -r '.models[] | select(.fits) | .name'
 
     Your own are the directory mlx_model, if it exists here, and the models that 'mlxspec config'
-    names. LM Studio's are named by their directories. A model fits if its weights and a tenth more
-    fit into the memory that MLX may use: what the driver recommends on a Mac's GPU, and the
-    system's memory elsewhere. On a CPU half-precision weights take twice their size.
+    names. LM Studio's are listed by directory. A model fits if its weights plus a tenth fit into
+    the memory that MLX may use: on a Mac's GPU, the amount that the driver recommends; elsewhere,
+    the system's memory. On a CPU, half-precision weights take twice their size.
     """
     from ..engine.costs import whole_memory
 
@@ -70,10 +70,10 @@ def _found(memory: int, default: str) -> Iterator[dict[str, Any]]:
 
 
 def _directories(named: list[str]) -> dict[str, Path]:
-    """The directories of models by name, each once.
+    """The directories of the models on this machine by name, each directory once.
 
     Args:
-        named: models that the user has named; directories among them are added.
+        named: names of models that the user has given; those that are directories are included.
     """
     from ..models.on_machine import cached_repositories, lm_studio_folder, models_in
 
@@ -92,21 +92,17 @@ def _tables(models: list[dict[str, Any]], memory: int, default: str) -> Iterator
     table = folding_table("model", "weights", "memory", "fits")
     usable = [one for one in models if one["usable"]]
     for one in usable:
-        fits, takes = "yes" if one["fits"] else "no", _size(one["memory_bytes"] or 0)
+        fits, takes = "yes" if one["fits"] else "no", decimal(one["memory_bytes"] or 0)
         table.add_row(one_line(one["name"]), one_line(one["weights"] or ""), takes, fits)
     yield table
-    yield f"MLX may take {_size(memory)} here; the default model is {one_line(default)}"
+    yield f"MLX may use {decimal(memory)} here; the default model is {one_line(default)}"
     for one in models:
         yield from (one_line(f"{alias} stands for {one['name']}") for alias in one["aliases"])
         if not one["usable"]:
-            size = _size(one["bytes"])
+            size = decimal(one["bytes"])
             yield one_line(f"{one['name']}, {size}, cannot be run: {one['reason']}")
     if [one["name"] for one in usable] == [DEMO]:
         yield (
-            "\nA model from the Hugging Face Hub is downloaded when you first name it: "
+            "\nA model from the Hugging Face Hub is downloaded when you first use it: "
             f"mlxspec chat {SMALL_MODEL}"
         )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e8 else decimal(nbytes)

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -59,15 +59,15 @@ def answer_prompts(
     it writes the results so far and exits with status 130.
 
     Args:
-        file: its lines are as :func:`read_line` takes them; - is standard input.
-        concurrency: how many prompts to answer at once, at most.
+        file: has lines in the form that :func:`read_line` accepts; - is standard input.
+        concurrency: the most prompts to answer at once.
         leader: splits the model over its ranks; None for one process.
         shows: ``quiet``, ``color`` and ``as_json``; the results are always JSON.
 
     Raises:
-        MlxspecError, OSError: an option, the file, one of its prompts or the model is at fault.
+        MlxspecError, OSError: an option, the file, one of its prompts or the model is invalid.
     """
-    # Check all that needs no model before a model is loaded, or even downloaded.
+    # Check everything that needs no model before one is loaded, or even downloaded.
     others = prompt.named()
     others += ["--prompt-cache-file"] * (prompt_cache_file is not None) + ["--stats"] * stats
     if others:
@@ -76,7 +76,7 @@ def answer_prompts(
     with click.open_file(file, "rb") as opened, Memories(keeps) as kept:
         console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
         decoder = generation.load(console, kept, leader)
-        # Options with which no prompt could be answered are an error of the command.
+        # Options that no prompt could be answered with are an error of the command.
         prompt.uses_template("", decoder.tokenizer)
         decoder.new_request([0], generation.max_tokens, generation.options(decoder))
         note_if_demo(generation.model)
@@ -102,7 +102,7 @@ _OPTIONS = _SAMPLING | {"max_tokens", "stop", "stop_tokens"}
 
 
 def read_line(value: Any) -> dict[str, Any]:
-    """Check a line, but not its options, and return its keys without those whose value is null.
+    """Check a line, but not its options, and return its entries that are not null.
 
     Raises:
         PromptError: it is not a prompt, or has an unknown key. The message does not name the line.
@@ -115,11 +115,11 @@ def read_line(value: Any) -> dict[str, Any]:
         raise PromptError(f'"{printable(unknown[0])}": leave it out, or keep it in "id"')
     prompt = given.get("prompt", "")
     if not isinstance(prompt, str | list) or bool(prompt) == bool(given.get("messages")):
-        raise PromptError(f'it needs either a "prompt" or "messages" that is not empty: {_FORM}')
+        raise PromptError(f'it needs "prompt" or "messages", not both, and not empty: {_FORM}')
     try:
         if "messages" in given:
             given["messages"] = conversation_of(given)[0]
-        if "logit_bias" in given:  # JSON's keys are texts
+        if "logit_bias" in given:  # JSON's keys are strings
             given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
     except (AttributeError, ValueError) as error:
         raise PromptError(
@@ -131,37 +131,33 @@ def read_line(value: Any) -> dict[str, Any]:
 # --- the answers ---
 
 
+@dataclass
 class PromptAnswers:
     """Answers the lines of a file and writes the results to standard output, in order.
 
-    Args:
+    Attributes:
         generation: the options of lines that do not set them.
         decoder: the decoder of ``generation``.
         prompt: options of the chat template.
-        concurrency: how many prompts to answer at once, at most.
+        concurrency: the most prompts to answer at once.
         logprobs: how many of the likeliest tokens get log-probabilities in the results, besides the
             chosen token; None for no log-probabilities.
-
-    Attributes:
         failed: how many prompts could not be answered.
         figures: the figures of the others.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        decoder: Decoder,
-        prompt: PromptOptions,
-        concurrency: int,
-        logprobs: int | None,
-    ) -> None:
-        self._generation, self._prompt, self._logprobs = generation, prompt, logprobs
-        self._decoder = decoder
+    generation: Generation
+    decoder: Decoder
+    prompt: PromptOptions
+    concurrency: int
+    logprobs: int | None
+
+    def __post_init__(self) -> None:
         self.failed = self._begun = self._written = 0
         self.figures = Figures()
-        # Nobody reads the answers as they grow, so they may wait for the prompts of others.
-        self._engine = Engine(decoder, max_active=concurrency, stall=math.inf)
-        self._ready: dict[int, str] = {}  # results to write after earlier ones, by their index
+        # Nobody reads the answers as they grow, so they may wait while other prompts run.
+        self._engine = Engine(self.decoder, max_active=self.concurrency, stall=math.inf)
+        self._ready: dict[int, str] = {}  # results that wait for earlier ones, by their index
 
     def panel(self, interrupted: bool) -> Panel:
         """The figures of all answers."""
@@ -178,8 +174,8 @@ class PromptAnswers:
             bar: shows how many are done.
 
         Returns:
-            whether it was interrupted. Even then it has written all finished answers, and the
-            others as far as they were generated.
+            whether it was interrupted. Even then, it has written all finished answers, and the
+            unfinished parts of the others.
         """
         started, interrupted = time.perf_counter(), False
         try:
@@ -196,7 +192,7 @@ class PromptAnswers:
         return interrupted
 
     def _begin_more(self, lines: Iterator[tuple[int, Any]]) -> bool:
-        """Begin as many answers as may run; return whether any work is left."""
+        """Start answers up to the limit; return whether any work is left."""
         while self._engine.room > 0 and (line := next(lines, None)):
             number, value = line
             given_id = value.get("id") if isinstance(value, dict) else None
@@ -216,18 +212,18 @@ class PromptAnswers:
         """
         asked = read_line(value)
         source = asked.get("prompt") or asked["messages"]
-        tokens, templated = self._prompt.encoded(source, self._decoder.tokenizer)
+        tokens, templated = self.prompt.encoded(source, self.decoder.tokenizer)
         options = {name: asked[name] for name in _OPTIONS & asked.keys()}
-        most = checked_max_tokens(options.pop("max_tokens", self._generation.max_tokens))
-        request, as_shown = replace(self._generation, max_tokens=most).request(
-            self._decoder,
+        most = checked_max_tokens(options.pop("max_tokens", self.generation.max_tokens))
+        request, as_shown = replace(self.generation, max_tokens=most).request(
+            self.decoder,
             tokens,
             templated=templated,
-            begun=self._prompt.prefill_response,
+            begun=self.prompt.prefill_response,
             **options,
         )
-        result = GenerationResult(logprobs=None if self._logprobs is None else [])
-        request.receive = lambda response: result.add(as_shown(response), self._logprobs or 0)
+        result = GenerationResult(logprobs=None if self.logprobs is None else [])
+        request.receive = lambda response: result.add(as_shown(response), self.logprobs or 0)
         request.at_end = lambda: self._finish(names, number, request, result)
         return request
 
@@ -240,14 +236,12 @@ class PromptAnswers:
     def _finish(
         self, names: dict[str, Any], number: int, request: Request, result: GenerationResult
     ) -> None:
-        """Make the result from what was generated, or from the error that ended it."""
-        self.figures.plain_cost += request.plain_seconds
-        self.figures.cost += request.decode_seconds
+        """Make the result from the generated text, or from the error that ended it."""
         if request.error:
             self._fail(names, number, request.error)
             return
         result.prompt_tokens = len(request.prompt)
-        report = result_report(result, model_or_default(self._generation.model))
+        report = result_report(result, model_or_default(self.generation.model))
         del report["step_times"]  # they include all answers
         self._ready[names["index"]] = json_text({**names, **report})
         self.figures.add(result, len(result.tokens))

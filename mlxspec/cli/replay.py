@@ -67,29 +67,29 @@ class ReplayOptions:
     )
     head_curve: str | None = option_field(
         "--head-curve P,P[,P...]@COST",
-        "Also replay a trained head, alone and with auto: the probabilities that the first 1, 2, "
-        "… tokens it drafts are all right, and the time of each token in plain steps, as in "
+        "Also replay a trained head, alone and with auto. Give the probabilities that its first "
+        "1, 2, … tokens are all right, and the time of each token in plain steps, as in "
         ".76,.60,.50,.41@0.08.",
     )
     decoders: str = option_field(
         "--decoder A,B",
-        "The decoders to replay: auto, prompt-lookup, the name of another program for its method, "
-        "'hindsight' for the most that is possible, or 'all'.",
+        "The decoders to replay: auto, prompt-lookup, another program's name for its method, "
+        "'hindsight' for the best possible choices, or 'all'.",
         default="auto",
         shell_complete=names_completed(_decoder_names),
     )
     concurrency: int = option_field(
         "--concurrency N",
-        "Run N outputs at once, which share each step, with and without drafts.",
+        "Run N outputs at once in shared steps, with and without drafts.",
         default=1,
         type=COUNT,
     )
     memory: str | None = option_field(
         "--memory N[,N...]",
         "Also replay the default decoder with memories of earlier outputs of these sizes: tokens, "
-        "with k for 1,024 and M for 1,048,576 (1M is usual), or 'all'. One memory sees all "
-        "TRACES, category by category, in the order of the files, without the outputs that "
-        "--limit leaves out.",
+        "with k for 1,024 and M for 1,048,576 (1M is usual), or 'all'. A memory sees the "
+        "outputs of all TRACES, category by category, in the order of the files, except those "
+        "that --limit leaves out.",
     )
 
 
@@ -107,8 +107,8 @@ class ReplayOptions:
 def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: ReportOptions) -> None:
     """Show what each decoder would gain on recorded outputs.
 
-    The real drafters and planner decode the outputs again, without a model. A cost curve,
-    T(M)/T(1), gives the time of a step over M rows.
+    The real drafters and planner decode the outputs again, without a model. The time of a step over
+    M rows comes from a cost curve, T(M)/T(1).
 
     \b
     Examples:
@@ -119,7 +119,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
       mlxspec replay chats.jsonl --tokenizer my_model --decoder auto,hindsight
       mlxspec replay chats.jsonl --tokenizer my_model --chip all --concurrency 4
       mlxspec replay chats.jsonl --tokenizer my_model --memory 16k,1M,all
-      mlxspec replay chats.jsonl --head-curve .76,.60,.50,.41@0.08
+      mlxspec replay chats.jsonl --tokenizer my_model --head-curve .76,.60@0.08
 
     A line of TRACES is an object with "messages", as in OpenAI-style chat logs. It may have
     "category", "model" and "completions", the indices of the messages to replay.
@@ -130,7 +130,6 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
 
     policies = _policies(asked)
     chips = _chips(asked.chips, asked.curve)
-    shows.check()
     tokenizer = load_tokenizer_of(asked.tokenizer)
     completions = read_completions(traces, tokenizer, asked.limit)
     curves = {name: chip.curve for name, chip in chips.items()}
@@ -202,10 +201,10 @@ def _tables(
 
 
 _ALONE = (
-    "speedup: geometric mean over the sets; worst: of the worst set; share slow: mean share over "
-    "the sets of outputs that lose more than 2 % and two plain steps"
+    "speedup: geometric mean over the sets; worst: of the worst set; share slow: the share of "
+    "outputs that lose more than 2 % and two plain steps, mean over the sets"
 )
 _TOGETHER = (
-    "speeds are of all outputs against one plain output; the cost of attending to several contexts "
+    "speed of all outputs relative to one plain output; the cost of attending to several contexts "
     "is not modelled"
 )

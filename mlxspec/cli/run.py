@@ -14,7 +14,7 @@ from .common.options import NO_MEMORY, argument, command, option
 from .memory import Memories
 
 
-# Warnings and errors of the program are its own, so this is a plain click command.
+# The program's warnings and errors must stay as they are, so this is a plain click command.
 @command(
     "run",
     short_help="Run a program that uses mlx-lm, with speculation.",
@@ -22,7 +22,7 @@ from .memory import Memories
     options_metavar=f"[{NO_MEMORY[0]}] [-m]",
     context_settings={"allow_interspersed_args": False},
 )
-@option("-m", "PROGRAM is a module, as for python -m.", "is_module")
+@option("-m", "PROGRAM is a module, as with python -m.", "is_module")
 @option(*NO_MEMORY)
 @argument("program", "A script, or a directory with __main__.py.")
 @argument("arguments", "The program's arguments.", nargs=-1, type=click.UNPROCESSED)
@@ -37,15 +37,15 @@ def run_command(is_module: bool, no_memory: bool, program: str, arguments: tuple
       mlxspec run -m mlx_lm generate --prompt "How tall is Mt Everest?"
       mlxspec run my_script.py --its-own-option
 
-    mlx_lm.server batches most requests itself, and generates these without speculation.
+    mlx_lm.server batches most requests itself; these run without speculation.
     """
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(program))
-    if not (_has_module(program) if is_module else os.path.exists(program)):
+    if not (_has_module(program) if is_module else _is_script(program)):
         kind, other = ("module", "script") if is_module else ("script", "module")
         hint = "leave out -m" if is_module else "add -m"
         raise click.ClickException(f"{program}: no such {kind}; to run a {other}, {hint}")
     if is_module and program == "mlx_lm.generate":
-        # Run as __main__, it would call its own functions instead of those that speculate.
+        # As __main__, mlx_lm.generate would call its own functions instead of those that speculate.
         program, arguments = "mlx_lm", ("generate", *arguments)
     sys.argv = [program, *arguments]
     from ..compat import augment, remembering
@@ -59,9 +59,13 @@ def run_command(is_module: bool, no_memory: bool, program: str, arguments: tuple
         except KeyboardInterrupt:
             sys.exit(INTERRUPTED)
         except Exception as error:
-            # Shown here, since click would handle some of these exceptions as its own.
+            # Show the traceback here, since click would treat some exceptions as its own.
             sys.excepthook(type(error), error, error.__traceback__)
             sys.exit(1)
+
+
+def _is_script(path: str) -> bool:
+    return os.path.exists(os.path.join(path, "__main__.py") if os.path.isdir(path) else path)
 
 
 def _has_module(name: str) -> bool:

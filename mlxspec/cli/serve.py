@@ -15,10 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import click
@@ -45,6 +45,7 @@ from .common.options import (
     ADAPTERS,
     COUNT,
     NAME,
+    all_of,
     check_one,
     color_option,
     command,
@@ -58,7 +59,6 @@ from .settings import load_aliases
 
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
-    from ..generation.options import GenerationOptions
     from ..models.model import OnRead
     from ..server.body import ApiError
     from ..server.catalog import Catalog, Entry
@@ -81,7 +81,7 @@ def _size(text: str) -> int:
 
 
 def _duration(text: str) -> float:
-    """Parse a number of seconds: 30s, 10m, 2h; a negative number is for ever."""
+    """Parse a number of seconds: 30s, 10m, 2h; a negative number means for ever."""
     found = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
     if not found:
         raise click.BadParameter(f"{text!r} is not a time: write it as 30s, 10m or 2h, or -1")
@@ -107,7 +107,7 @@ class ServeOptions:
     keep_alive: float | None = _address_option(
         "--keep-alive TIME",
         "Unload models that no request has used for TIME, such as 30s, 10m or 2h; -1 keeps them.  "
-        "[default: 10m; a MODEL named here stays]",
+        "[default: 10m; MODEL stays loaded]",
         type=_duration,
     )
     adapter_path: str | None = _address_option(*ADAPTERS, type=NAME)
@@ -126,7 +126,7 @@ class ServeOptions:
     )
     strict_model_names: bool = _request_option(
         "--strict-model-names",
-        "Refuse requests for other models. By default an only model answers them.",
+        "Refuse requests for unknown models. By default, if there is one model, it answers them.",
         default=False,
     )
     concurrency: int = _request_option(
@@ -149,32 +149,32 @@ class ServeOptions:
     )
     stall: float = _request_option(
         "--stall SECONDS",
-        "The longest wait between two tokens of an answer while other prompts run.",
+        "Let other prompts delay an answer's next token by at most this long.",
         default=0.15,
         type=click.FloatRange(0, min_open=True),
     )
     grace: float = _request_option(
         "--grace SECONDS",
-        "The time for running requests to end after Ctrl-C or SIGTERM.",
+        "After Ctrl-C or SIGTERM, wait this long for running requests to end.",
         default=10.0,
         type=click.FloatRange(0, 3600),
     )
     memory: int | None = option_field(
         "--memory SIZE",
-        "The most memory of all models with their caches, such as 12G; requests wait for it.  "
+        "The most memory for all models and their caches, such as 12G; requests wait for it.  "
         "[default: what the machine has]",
         type=_size,
         group="Memory",
     )
     cache_bytes: int | None = option_field(
         "--cache-bytes SIZE",
-        "Of it, what caches of earlier prompts take, such as 8G.  [default: half, beside weights]",
+        "Its share for caches of earlier prompts, such as 8G.  [default: half of the rest]",
         type=_size,
         group="Memory",
     )
     cache_dir: Path | None = option_field(  # noqa: RUF009
         "--cache-dir DIR",
-        "Keep these caches in DIR between runs; only you may have write access to it.",
+        "Keep these caches in DIR between runs; nobody else may have write access to it.",
         group="Memory",
     )
     quiet: bool = option_field(
@@ -188,28 +188,25 @@ class ServeOptions:
     )
 
 
-def serve_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the argument and the options of ``serve`` to a command."""
-    for add in (
-        color_option("Output", "Colour the lines."),
-        options_of(CacheOptions, "caches", "Memory"),
-        options_of(DraftingOptions, "drafting", "Drafting"),
-        template_option("Requests"),
-        options_of(ServeOptions, "options"),
-        model_argument(several=True),
-    ):
-        function = add(function)
-    return function
+serve_options = all_of(
+    model_argument(several=True),
+    options_of(ServeOptions, "options"),
+    template_option("Requests"),
+    options_of(DraftingOptions, "drafting", "Drafting"),
+    options_of(CacheOptions, "caches", "Memory"),
+    color_option("Output", "Colour the lines."),
+)
+"""The argument and the options of ``serve``."""
 
 
 def checked(
     models: tuple[str, ...], options: ServeOptions, drafting: DraftingOptions, key: str
 ) -> tuple[list[str], set[str] | None]:
-    """Check what was given, as far as that takes no model.
+    """Check arguments and options, except those that need a model.
 
     Args:
-        models, options, drafting: what :func:`serve_options` parsed.
-        key: a key beside those in the file of ``options``; empty for none.
+        models, options, drafting: as :func:`serve_options` parsed them.
+        key: a key in addition to those in the file; empty for none.
 
     Returns:
         the keys, and the host names that requests may use for the server, or None for any.
@@ -221,7 +218,7 @@ def checked(
     apart = options.adapter_path, drafting.head, drafting.draft_model, drafting.store
     if options.available and not models and any(value is not None for value in apart):
         raise OptionError(
-            "--adapter-path, --head, --draft-model and --store are for models that are named: "
+            "--adapter-path, --head, --draft-model and --store apply to models that are named: "
             "name a MODEL"
         )
     for one in options.available:
@@ -246,8 +243,8 @@ def serve_command(
 ) -> None:
     """Serve models with OpenAI's and Anthropic's APIs.
 
-    Several requests are answered at once, all with drafts: one forward verifies the rows of all of
-    them. A prompt that begins like an earlier one reuses its cache.
+    Several requests are answered at once, all with drafts: one forward verifies the rows of all. A
+    prompt that begins like an earlier one reuses its cache.
 
     \b
     Examples:
@@ -257,7 +254,7 @@ def serve_command(
           -d '{"messages": [{"role": "user", "content": "Name a river."}]}'
       mlxspec serve --models all --keep-alive 30m
 
-    Open the address in a browser to see the requests and what drafts gain. Other machines can
+    Open the address in a browser to see the requests and how much drafts gain. Other machines can
     connect with --host 0.0.0.0, which needs a key. Ctrl-C or SIGTERM gives running requests --grace
     seconds to end; press Ctrl-C again to end them at once.
     """
@@ -268,40 +265,26 @@ def serve_command(
     with leading() as leader:
         if leader and (options.available or options.keep_alive is not None or options.cache_dir):
             raise OptionError(
-                "--models, --keep-alive and --cache-dir are for models on one machine: leave them "
+                "--models, --keep-alive and --cache-dir need models on one machine: leave them "
                 "out, or run without mlx.launch"
             )
         keys, hosts = checked(models, options, drafting, os.environ.get(API_KEY, ""))
         names = models or (() if options.available else (None,))
-        template = chat_template_config or {}
-        _run(names, named, options, template, keys, hosts, error_console(color), leader)
+        loader = _Loader(names, named, options, chat_template_config or {}, keys, leader)
+        _run(loader, hosts, error_console(color))
 
 
-def _run(
-    names: Sequence[str | None],
-    named: Generation,
-    options: ServeOptions,
-    template: Mapping[str, Any],
-    keys: list[str],
-    hosts: set[str] | None,
-    console: Console,
-    leader: Leader | None = None,
-) -> None:
-    """Load the models of these names, and serve them until Ctrl-C or SIGTERM.
-
-    With a ``leader``, they are split over its ranks.
-    """
+def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
+    """Load the models, and serve them until Ctrl-C or SIGTERM."""
+    options = loader.options
     give_back_large_blocks()
     with ExitStack() as serving:
         listening = serving.enter_context(_listening(options.host, options.port))
         from ..server.app import create_app
         from ..server.catalog import Catalog
-        from ..server.memory import ServerMemory
         from ..server.worker import Worker
 
-        # With several keys, kept answers would show others what has been written.
-        keeps = not named.drafting.no_memory and len(keys) < 2
-        memories = serving.enter_context(Memories(keeps))
+        serving.enter_context(loader.memories)
         if options.cache_dir:
             serving.callback(os.close, _locked(options.cache_dir))
         quiet, color = options.quiet, not console.no_color
@@ -311,10 +294,9 @@ def _run(
             queued=options.queue,
             stall=options.stall,
             on_end=lambda request: log(end_record(request)),
-            memory=ServerMemory(options.memory, options.cache_bytes),
+            memory=loader.memory,
         )
-        loader = _Loader(named, options, memories, worker.memory, template, keys, leader)
-        entries = loader.entries(names)
+        entries = loader.entries()
         found = loader.find, loader.save
         default = None if entries else default_model()
         catalog = Catalog(worker, loader.load, entries, *found, default=default, log=log)
@@ -324,21 +306,21 @@ def _run(
         serving.callback(worker.stop)
         serving.callback(catalog.close)
         catalog.start()
-        if names:
-            note_if_demo(names[0])
+        if loader.names:
+            note_if_demo(loader.names[0])
         if not options.quiet:
-            console.print(_about(options.host, listening, catalog, bool(keys)))
+            console.print(_about(options.host, listening, catalog, bool(loader.keys)))
         if not (options.quiet or options.log_json):
-            memories.suggest_once()
+            loader.memories.suggest_once()
         app = create_app(
             catalog,
             max_tokens=options.max_tokens,
             hosts=hosts,
-            keys=keys,
+            keys=loader.keys,
             strict_model_names=options.strict_model_names,
             on_refusal=lambda path, error: log(refusal_record(path, error)),
         )
-        _serve(app, listening, catalog, options.grace, leader)
+        _serve(app, listening, catalog, loader)
         # After an error nothing is saved, since the worker may still be using the prefixes.
         catalog.close()
         worker.stop()
@@ -347,7 +329,7 @@ def _run(
 
 
 def _keys(file: Path | None, other: str) -> list[str]:
-    """The valid API keys in a file and beside it, without duplicates.
+    """The valid API keys, from a file and one more, without duplicates.
 
     Raises:
         OptionError: the file has no key, or a key that cannot be sent in a header.
@@ -357,33 +339,34 @@ def _keys(file: Path | None, other: str) -> list[str]:
     if file and not keys:
         raise OptionError(f"--api-key-file {one_line(str(file))} has no key: write one per line")
     if any(not key.isascii() or not key.isprintable() or " " in key for key in keys):
-        raise OptionError("a key has spaces or characters outside ASCII: choose another key")
+        raise OptionError("a key has spaces or non-ASCII characters: choose another key")
     return keys
+
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | None:
     """The host names that requests may use for the server; None for any.
 
     Raises:
-        OptionError: other machines could use it without a key, or a name has a port.
+        OptionError: other machines could use it without a key.
     """
-    from ..server.auth import host_name, is_loopback
+    from ..server.auth import host_name
 
-    for name in allowed:
-        if name != host_name(name):
-            raise OptionError(f"--allowed-host {one_line(name)}: give the name without a port")
-    if is_loopback(host):
-        return {"localhost", "127.0.0.1", "[::1]", bracketed(host), *allowed}
+    names = {host_name(name) for name in allowed}
+    if host in _LOOPBACK:
+        return {*map(bracketed, _LOOPBACK), *names}
     if not keys:
         raise OptionError(
             f"--host {host} can be reached from other machines: give a key with --api-key-file or "
             f"{API_KEY}, or listen on 127.0.0.1"
         )
-    return {bracketed(host), *allowed} if allowed else None
+    return {bracketed(host), *names} if names else None
 
 
 def bracketed(host: str) -> str:
-    """A host as it is written in a URL."""
+    """A host as written in a URL."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -391,7 +374,7 @@ def _listening(host: str, port: int) -> socket.socket:
     """Open a listening socket, before the models are loaded.
 
     Raises:
-        OptionError: it cannot listen there.
+        OptionError: the address is in use or not allowed.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -399,86 +382,85 @@ def _listening(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         reason = str(getattr(error, "strerror", None) or error).partition(" (while")[0]
         raise OptionError(f"--host {host} --port {port}: {reason}; choose another one") from None
-    # asyncio sets this only on its own sockets. Without it, each token and each body can wait up to
-    # 40 ms for the client to acknowledge the previous packet.
+    # asyncio sets this only on its own sockets. Without it, each token and body can wait up to 40
+    # ms for the client to acknowledge the previous packet.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
 
+@dataclass
 class _Loader:
     """Loads a server's models: at its start, and as requests need them.
 
-    Args:
-        named: how to load those of the start.
+    Attributes:
+        names: the models to load at the start; None is the default.
+        named: the options for the models loaded at the start.
         options: the server's.
-        memories: hold the earlier answers to draft from.
-        memory: the memory of the server.
         template: default arguments of the chat template.
-        keys: the valid API keys; an only one's requests use the decoders' own memories.
+        keys: the valid API keys; with several, each has its own memory of answers.
         leader: splits the models over its ranks; None for one process.
+        memories: hold the earlier answers to draft from.
+        paths: the paths of the models loaded at the start.
     """
 
-    def __init__(
-        self,
-        named: Generation,
-        options: ServeOptions,
-        memories: Memories,
-        memory: ServerMemory,
-        template: Mapping[str, Any],
-        keys: Sequence[str] = (),
-        leader: Leader | None = None,
-    ) -> None:
-        self._named = named
-        # A head, a draft model and a store belong to the models that were named with them.
-        apart = replace(named.drafting, head=None, draft_model=None, store=None)
-        self._others = replace(named, drafting=apart, adapter_path=None)
-        self._options = options
-        self._memories = memories
-        self._memory = memory
-        self._template = template
-        self._owner = keys[0] if len(keys) == 1 else ""
-        self._leader = leader
-        self._paths: list[str] = []
+    names: Sequence[str | None]
+    named: Generation
+    options: ServeOptions
+    template: Mapping[str, Any]
+    keys: Sequence[str]
+    leader: Leader | None
+
+    def __post_init__(self) -> None:
+        # With several keys, drafts from kept answers could show users what others have written.
+        self.memories = Memories(not self.named.drafting.no_memory and len(self.keys) < 2)
+        self.paths = [*dict.fromkeys(map(model_or_default, self.names))]
         self._left_out: set[Path] = set()
 
-    def entries(self, names: Sequence[str | None]) -> list[Entry]:
-        """The models to load at the start, which stay, unless --keep-alive is given."""
+    @cached_property
+    def memory(self) -> ServerMemory:
+        """The memory of the server."""
+        from ..server.memory import ServerMemory
+
+        return ServerMemory(self.options.memory, self.options.cache_bytes)
+
+    def entries(self) -> list[Entry]:
+        """The models to load at the start, which stay loaded unless --keep-alive is given."""
         from ..models.model_files import given_name
         from ..server.catalog import Entry
 
-        self._paths = [*dict.fromkeys(map(model_or_default, names))]
-        given = [given_name(path) for path in self._paths]
+        given = [given_name(path) for path in self.paths]
         entries = []
-        for name, path in zip(given, self._paths, strict=True):
-            # The last part of a directory's path, unless another one has the same.
+        for name, path in zip(given, self.paths, strict=True):
+            # The last part of a directory's path, unless it is ambiguous.
             name = name if name and given.count(name) == 1 else path
             others = _other_names(name, path)
-            entries.append(Entry(name, path, others, keep_alive=self._options.keep_alive))
+            entries.append(Entry(name, path, others, keep_alive=self.options.keep_alive))
         return entries
 
     def find(self) -> list[Entry]:
-        """The models that can be loaded later; of two with the same name the first one."""
+        """The models that can be loaded later; of two with the same name, the first."""
         from ..engine.model_sizes import stated_context_length
         from ..models.model_files import read_config
         from ..models.on_machine import model_files
         from ..server.catalog import KEEP_ALIVE, Entry
 
-        ours = {local_path(path).resolve() for path in self._paths}
+        ours = {local_path(path).resolve() for path in self.paths}
         entries: dict[str, Entry] = {}
-        seconds = self._options.keep_alive
-        for source in self._options.available:
+        seconds = self.options.keep_alive
+        for source in self.options.available:
             for name, directory in _found(source):
                 if name in entries or directory.resolve() in ours:
                     continue
                 files = model_files(directory)
                 if files.trouble:
-                    # Once; of all models on this machine, 'mlxspec models' says it.
+                    # Note it once. With 'all', 'mlxspec models' shows it.
                     if source != ALL and directory not in self._left_out:
                         self._left_out.add(directory)
                         note(f"{one_line(str(directory))} is left out: {files.trouble}")
                     continue
                 entries[name] = Entry(
-                    # Absolute, or it could mean a Hub repository once it has left the disk.
+                    # Absolute, since a relative path could name a Hub repository once the directory
+                    # is gone.
                     *(name, str(directory.absolute()), _other_names(name, str(directory))),
                     nbytes=files.memory_bytes,
                     context_length=stated_context_length(read_config(directory)),
@@ -488,48 +470,35 @@ class _Loader:
 
     def load(self, entry: Entry, on_read: OnRead) -> ServedModel:
         """Load a model; its steps have not been measured yet."""
-        from ..server.prefix_cache import PrefixCache
-        from ..server.served_model import CacheMemory, ServedModel
+        from ..server.served_model import ServedModel
 
-        how = self._named if entry.path in self._paths else self._others
-        how = replace(how, model=entry.path)
-        decoder = how.load(None, self._memories, self._leader, on_read)
-        # With many forwards, which may run beside those of other models.
+        is_named = entry.path in self.paths
+        how = self.named.for_model(entry.path, is_named)
+        decoder = how.load(None, self.memories, self.leader, on_read)
+        # These run many forwards, which may overlap with those of other models.
         _ = decoder.capability, decoder.joint_mode
-
-        model, caches = decoder.model, how.caches
-        prefixes = PrefixCache(
-            *(model, self._memory.most_cached, caches),
-            warn=note,
-            chunks_matter=decoder.chunks_matter,
-        )
-        memory = CacheMemory(model, caches, getattr(decoder.drafting, "draft_model", None))
-        served = ServedModel(
-            *(entry.name, decoder, prefixes, memory),
-            cast("GenerationOptions", vars(caches)),
-            self._template,
-            owner=self._owner,
-        )
+        most, owner = self.memory.most_cached, self.keys[0] if len(self.keys) == 1 else ""
+        served = ServedModel(entry.name, decoder, how.caches, most, self.template, owner)
         if place := self._place(entry):
-            most = self._memory.most_idle(memory.weights) // max(1, len(self._paths))
-            prefixes.load(place, most)
+            most = self.memory.most_idle(served.memory.weights) // max(1, len(self.paths))
+            served.cache.load(place, most)
         return served
 
     def save(self, entry: Entry) -> None:
-        """Save a model's prefixes, if it is loaded and they are kept."""
+        """Save a model's prefixes, if the model is loaded and prefixes are kept on disk."""
         if entry.served and (place := self._place(entry)):
             entry.served.cache.save(place)
 
     def _place(self, entry: Entry) -> Path | None:
-        """The directory of a model's prefixes, if they are kept."""
-        if not self._options.cache_dir:
+        """The directory of a model's prefixes, if they are kept on disk."""
+        if not self.options.cache_dir:
             return None
-        # With a suffix, since a path may be "..".
-        return self._options.cache_dir / f"{quote(entry.path, safe='')}.prefixes"
+        # The suffix is needed because a path may be "..".
+        return self.options.cache_dir / f"{quote(entry.path, safe='')}.prefixes"
 
 
 def _found(source: str) -> Iterator[tuple[str, Path]]:
-    """The names and directories of the models that a value of ``--models`` means."""
+    """The names and directories of the models that a value of ``--models`` selects."""
     from ..models.model_files import DEMO, DEMO_DIRECTORY, given_name
     from ..models.on_machine import cached_repositories, lm_studio_folder, models_in
 
@@ -560,21 +529,21 @@ def _locked(directory: Path) -> int:
     """Lock a directory of prefixes against other servers, until the descriptor is closed.
 
     Raises:
-        OptionError: another server uses it, or others may write to it.
+        OptionError: another server uses it, or other users may write to it.
         OSError: it cannot be made or opened.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_ours_alone(directory):
         raise OptionError(
-            f"--cache-dir {directory}: others may write to it; make it yours alone (chown, chmod "
-            "go-w), or name another one"
+            f"--cache-dir {directory}: others may write to it; change owner or mode (chown, chmod "
+            "go-w), or name another directory"
         )
     held = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise OptionError(
-            f"--cache-dir {directory}: another server uses it; name another one"
+            f"--cache-dir {directory}: another server uses it; name another"
         ) from None
     return held
 
@@ -598,58 +567,51 @@ def _about(host: str, listening: socket.socket, catalog: Catalog, with_key: bool
     if others := sum(not entry.served for entry in catalog.entries):
         rows.add_row("on demand", f"{counted(others, 'model')}, which /v1/models lists")
     limit, weights = worker.memory.limit, worker.memory.parts["weights"]
-    rows.add_row("memory", f"at most {in_words(limit)}, with {in_words(weights)} of weights")
+    rows.add_row("memory", f"at most {in_words(limit)}, including {in_words(weights)} of weights")
     key = "KEY" if with_key else "none"
     rows.add_row("clients", f"export OPENAI_BASE_URL={address}/v1 OPENAI_API_KEY={key}")
     rows.add_row("", "or mlxspec connect; Ctrl-C ends the server")
     return rows
 
 
-_LAST_ERRORS = 2.0  # seconds for clients to take the error if a rank is gone
+_LAST_ERRORS = 2.0  # seconds for clients to receive the error if a rank is lost
 
 
-def _serve(
-    app: Any,
-    listening: socket.socket,
-    catalog: Catalog,
-    grace: float,
-    leader: Leader | None,
-) -> None:
-    """Answer requests until Ctrl-C or SIGTERM; give running ones ``grace`` seconds to end.
+def _serve(app: Any, listening: socket.socket, catalog: Catalog, loader: _Loader) -> None:
+    """Answer requests until Ctrl-C or SIGTERM; give running ones ``--grace`` seconds to end.
 
-    The loss of a rank ends them at once, with an error.
+    If a rank is lost, they end at once with an error.
     """
     from ..server.body import ApiError
     from ..server.connections import HttpServer
 
-    worker, ended = catalog.worker, threading.Event()
+    worker, ended, grace = catalog.worker, threading.Event(), loader.options.grace
 
     def on_exit() -> None:
-        running = len({request.stream for request in worker.requests.copy()})
-        if running := running + sum(entry.waiting for entry in catalog.entries):
-            requests = counted(running, "running request")
-            note(f"{grace:g} s for {requests} to end; press Ctrl-C again to stop at once")
+        if worker.requests or any(entry.waiting for entry in catalog.entries):
+            note(f"{grace:g} s for running requests to end; press Ctrl-C again to stop at once")
 
     server = HttpServer(app, grace=grace, on_exit=on_exit)
 
     def on_loss(line: str) -> None:
-        worker.fail(ApiError(f"the server is ending: {line}", status=503))
+        line = f"the server is shutting down: {line.removeprefix('Error: ')}"
+        worker.fail(ApiError(line, status=503))
         server.should_exit = True
         ended.wait(_LAST_ERRORS)
 
-    if leader:
-        leader.channel.on_loss = on_loss
-    # Nothing that is loaded now becomes garbage. Without this, each full collection would scan it,
-    # and delay every request by 100 ms.
+    if loader.leader:
+        loader.leader.channel.on_loss = on_loss
+    # Objects that exist now never become garbage. Without this, each full collection would scan
+    # them, and delay every request by 100 ms.
     gc.freeze()
-    with suppress(KeyboardInterrupt):  # uvicorn raises it again once all has ended
+    with suppress(KeyboardInterrupt):  # uvicorn raises it again after its shutdown
         server.run(sockets=[listening])
     ended.set()
 
 
 # --- a log line for each request ---
 
-_LAST_LINES = 1.0  # seconds for a terminal to take the remaining lines at the end
+_LAST_LINES = 1.0  # seconds for a terminal to print the remaining lines at the end
 
 
 @contextmanager
@@ -687,7 +649,7 @@ def request_log(
 
 
 def refusal_record(path: str, error: ApiError) -> dict[str, Any]:
-    """The log record of a refused request, without values from the request."""
+    """The log record of a refused request, without any of its values."""
     record = {"outcome": "refused", "path": printable(path), "status": error.status}
     return {**record, "param": error.param, "code": error.code}
 
@@ -699,7 +661,7 @@ _LOGGED = (
 
 
 def end_record(request: ServedRequest) -> dict[str, Any]:
-    """The log record of an answer that has ended, without its prompt and its text."""
+    """The log record of an ended answer, without prompt or text."""
     figures = request.figures()
     record = {"model": figures["model"], "outcome": request.outcome}
     record |= {name: figures[name] for name in _LOGGED}

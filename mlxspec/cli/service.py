@@ -27,7 +27,7 @@ from .connect import write_texts
 from .serve import bracketed, checked, serve_options
 from .settings import SettingsFile
 
-_ABOUT = "mlxspec at "  # the description of the service; the address follows
+_ABOUT = "mlxspec at "  # begins the service's description; the address follows
 _PATHS = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")
 _KILL = 10  # seconds beyond --grace after which the process is killed
 _PATIENCE = 5.0  # seconds for the server's answer
@@ -38,7 +38,7 @@ def service_command() -> None:
     """Keep 'mlxspec serve' running from login on, by launchd on macOS and systemd on Linux."""
 
 
-@service_command.command("install")
+@service_command.command("install", short_help="Install and start the service.")
 @serve_options
 @option("--yes", "Write without asking.", group="Writing")
 @click.pass_obj
@@ -50,52 +50,53 @@ def install_command(words: list[str], *, yes: bool, color: bool | None, **given:
       mlxspec service install mlx-community/Mistral-7B-Instruct-v0.3-4bit
       mlxspec service install demo --port 8081 --yes
 
-    It shows what it writes or changes, and asks. The server starts in the current directory, with
-    the present values of MLXSPEC_*, HF_HOME, HF_HUB_CACHE and XDG_*. Keys are never written.
+    It shows the files it would write or change, and asks. The server starts in the current
+    directory, with the current values of MLXSPEC_*, HF_HOME, HF_HUB_CACHE and XDG_*. Keys are never
+    written.
     """
     from ..models.model_files import find_directory
 
     options, system = given["options"], _manager()
     checked(given["models"], options, given["drafting"], "")
     if options.port == 0:
-        raise OptionError("--port is 0: a service needs the same port each time; name one")
+        raise OptionError("--port is 0, but a service needs the same port each time: name one")
     if os.environ.get(API_KEY) and not options.api_key_file:
-        raise OptionError(f"{API_KEY} is set, and is not written: use --api-key-file, or unset it")
+        raise OptionError(f"{API_KEY} is set, but is not written: use --api-key-file, or unset it")
     system.check()
     command = [_stable_path(), "serve", *(word for word in words if word != "--yes")]
     about = f"{_ABOUT}http://{bracketed(options.host)}:{options.port}"
     text = system.text(command, _variables(), about, int(options.grace) + _KILL)
-    for model in given["models"]:  # the service would end, again and again, where nobody looks
+    for model in given["models"]:  # a wrong name would make the service fail and restart unnoticed
         find_directory(model, None, weights=())
     file = SettingsFile(system.path, {})
     if not write_texts(output_console(color), [(file, file.read(), text)], yes, "install"):
-        say(f"{file.path} stays the same.")
+        say(f"{file.path} is unchanged.")
     system.start()
     say("Started. 'mlxspec service status' shows whether it answers.")
 
 
 def _variables() -> dict[str, str]:
-    """The variables that the service needs; no keys, since others may read its file."""
+    """The environment variables that the service needs; no keys, since others may read its file."""
     ours = {name for name in os.environ if name.startswith("MLXSPEC_") and name != API_KEY}
     return {name: os.environ[name] for name in sorted({*ours, *_PATHS} & {*os.environ})}
 
 
 def _stable_path() -> str:
-    """The command's path that stays after an upgrade, such as Homebrew's link on PATH.
+    """A path of the command that survives upgrades, such as Homebrew's link on PATH.
 
     Raises:
-        MlxspecError: mlxspec is not installed, or only for now, by uvx.
+        MlxspecError: mlxspec is not installed, or only temporarily, by uvx.
     """
     ours = Path(sys.argv[0]).absolute()
     if ours.name != "mlxspec":  # such as python -m mlxspec
         ours = Path(sys.executable).with_name("mlxspec")
     if "/archive-v" in str(ours) or not os.access(ours, os.X_OK):
-        raise MlxspecError(f"{ours} does not last: install mlxspec with 'uv tool install mlxspec'")
+        raise MlxspecError(f"{ours} is temporary: install mlxspec with 'uv tool install mlxspec'")
     found = shutil.which("mlxspec")
     return found if found and os.path.samefile(found, ours) else str(ours)
 
 
-@service_command.command("status")
+@service_command.command("status", short_help="Show whether it runs and answers.")
 def status_command() -> None:
     """Show whether the service runs, its address, and whether it answers.
 
@@ -110,19 +111,19 @@ def status_command() -> None:
 
 
 def _answers(address: str) -> str:
-    """Whether the server answers: "yes", or why not."""
+    """Return "yes" if the server answers, or why it does not."""
     direct = build_opener(ProxyHandler({}))
     try:
         direct.open(f"{address}/ready", timeout=_PATIENCE).close()
-    except TimeoutError:  # it listens before it has loaded the models
-        return "not yet: it is loading its models"
+    except TimeoutError:  # the server listens before its models are loaded
+        return "not yet: it is still loading its models"
     except (OSError, HTTPException) as error:
         return f"no: {getattr(error, 'reason', error)}"
     return "yes"
 
 
 @service_command.command("logs")
-@option("-f --follow", "Show new lines as they come.")
+@option("-f --follow", "Keep showing new lines.")
 def logs_command(follow: bool) -> None:
     """Show the last 100 lines that the service printed."""
     system, _ = _installed()
@@ -176,14 +177,14 @@ WantedBy=default.target
 
 
 class Systemd:
-    """systemd's user manager and our unit; see systemd.service(5) and systemd.syntax(7).
+    """A systemd user unit; see systemd.service(5) and systemd.syntax(7).
 
-    Its methods, like launchd's, raise :class:`MlxspecError` if a program of the manager is missing
-    or fails.
+    The methods, like launchd's, raise :class:`MlxspecError` if one of the manager's programs is
+    missing or fails.
 
     Attributes:
         path: the file that describes the service.
-        reader: the command that shows its last 100 lines, or follows with -f.
+        reader: the command that shows its last 100 log lines; with -f, it keeps showing new ones.
     """
 
     name = "mlxspec.service"
@@ -202,10 +203,10 @@ class Systemd:
         """Make the file's text.
 
         Args:
-            command: the words of the command, which will start in the current directory.
+            command: the command and its arguments; it will start in the current directory.
             env: variables to add to its environment.
-            about: a description of one line.
-            stop: seconds that it may take to end.
+            about: a one-line description.
+            stop: the seconds that it may take to stop.
         """
         path, *words = map(_quoted, command)
         variables = (_quoted(f"{name}={value}") for name, value in env.items())
@@ -218,10 +219,10 @@ class Systemd:
         )
 
     def start(self) -> None:
-        """Start the service as its file says now, and at each login."""
+        """Start the service from its current file, now and at each login."""
         run("systemctl", "--user", "daemon-reload")
         run("systemctl", "--user", "enable", str(self.path))
-        run("systemctl", "--user", "reset-failed", self.name, check=False)  # the limit of starts
+        run("systemctl", "--user", "reset-failed", self.name, check=False)  # resets the start limit
         run("systemctl", "--user", "restart", self.name)
 
     def stop(self) -> None:
@@ -229,14 +230,14 @@ class Systemd:
         run("systemctl", "--user", "disable", "--now", self.name)
 
     def state(self) -> str:
-        """Whether the service runs, in the manager's word."""
+        """The service's state, in the manager's word."""
         return run("systemctl", "--user", "show", "--value", "-p", "ActiveState", self.name).strip()
 
 
 class Launchd:
-    """launchd and our agent in the user's graphical session; see launchd.plist(5), launchctl(1).
+    """A launchd agent in the user's graphical session; see launchd.plist(5), launchctl(1).
 
-    The same methods and attributes as :class:`Systemd`.
+    It has the methods and attributes of :class:`Systemd`.
     """
 
     name = "io.github.mlxspec"
@@ -262,9 +263,9 @@ class Launchd:
             "WorkingDirectory": os.getcwd(),
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
-            "ThrottleInterval": 60,  # seconds between two starts; launchd cannot limit their number
+            "ThrottleInterval": 60,  # seconds between starts; launchd cannot limit their number
             "ExitTimeOut": stop,
-            "ProcessType": "Interactive",  # launchd slows others down
+            "ProcessType": "Interactive",  # launchd slows other types down
             "StandardOutPath": str(self.log),
             "StandardErrorPath": str(self.log),
         }
@@ -282,7 +283,7 @@ class Launchd:
             if not self._shown():
                 return
             time.sleep(0.1)
-        raise MlxspecError("launchctl: the service has not ended yet; try again in a minute")
+        raise MlxspecError("launchctl: the service has not stopped yet; try again in a minute")
 
     def state(self) -> str:
         found = re.search(r"^\tstate = (.*)$", self._shown(), re.MULTILINE)
@@ -293,7 +294,7 @@ class Launchd:
 
 
 def run(*words: str, remedy: str = "see 'mlxspec service logs'", check: bool = True) -> str:
-    """Run a program of the system, and return its output; "" if it fails and need not succeed.
+    """Run a system program, and return its output; "" if it fails and ``check`` is False.
 
     Args:
         words: the program and its arguments.
@@ -307,7 +308,7 @@ def run(*words: str, remedy: str = "see 'mlxspec service logs'", check: bool = T
         done = subprocess.run(words, capture_output=True, text=True, errors="replace")
     except FileNotFoundError:
         raise MlxspecError(
-            f"{words[0]}: there is no such program here; run 'mlxspec serve' instead"
+            f"{words[0]}: not found on this system; run 'mlxspec serve' instead"
         ) from None
     if check and done.returncode:
         said = (done.stderr or done.stdout).strip().partition("\n")[0]
@@ -316,7 +317,7 @@ def run(*words: str, remedy: str = "see 'mlxspec service logs'", check: bool = T
 
 
 def _quoted(word: str) -> str:
-    """A quoted word of a unit; systemd knows the escapes that JSON has."""
+    """A word quoted for a unit; systemd understands JSON's escapes."""
     return json.dumps(word, ensure_ascii=False).replace("%", "%%")
 
 

@@ -1,4 +1,4 @@
-"""The user's settings, and edits of settings files.
+"""Reads the user's settings, and edits settings files.
 
 ``mlxspec config`` edits the user's settings, and ``mlxspec connect`` those of other programs. Both
 merge their settings into a file that the user may edit, and leave the rest unchanged.
@@ -27,10 +27,10 @@ from ..process import MLX_VARIABLES, variables_in
 # --- the user's settings ---
 
 ENVIRONMENT_VARIABLE = "MLXSPEC_CONFIG_DIR"
-"""The variable that names another directory for the settings file."""
+"""The environment variable that names another directory for the settings file."""
 
 MODEL_VARIABLE = "MLXSPEC_MODEL"
-"""The variable that names the default model; it overrides the file."""
+"""The environment variable that names the default model; it overrides the file."""
 
 MODEL, ALIAS, MLX_SETTINGS = "model", "alias", "mlx-settings"
 ALIAS_PREFIX = f"{ALIAS}."
@@ -41,10 +41,10 @@ _VARIABLES = re.compile(rf"(({'|'.join(MLX_VARIABLES)})=[1-9][0-9]{{0,5}}(,(?=.)
 
 
 def _variables(value: str) -> str:
-    """The type of :data:`MLX_SETTINGS`."""
+    """Check a value of :data:`MLX_SETTINGS`."""
     if not _VARIABLES.fullmatch(value):
         raise click.BadParameter(
-            f"give whole numbers, 1 or more for {', '.join(MLX_VARIABLES)}, in the form "
+            f"set any of {', '.join(MLX_VARIABLES)} to whole numbers of 1 or more, in the form "
             "NAME=1,OTHER=512"
         )
     return value
@@ -79,7 +79,7 @@ def load_config() -> dict[str, Any]:
     """Read the user's settings by name, such as ``temp`` or ``alias.fast``.
 
     Raises:
-        FileError: the file cannot be read, or has a wrong setting.
+        FileError: the file cannot be read, or has an invalid setting.
     """
     path = config_path()
     try:
@@ -97,7 +97,7 @@ def load_config() -> dict[str, Any]:
 
 
 def load_aliases() -> dict[str, str]:
-    """The models by the user's aliases.
+    """The user's aliases, and the models that they stand for.
 
     Raises:
         FileError: as :func:`load_config`.
@@ -128,11 +128,11 @@ def defaults_of(command: str) -> dict[str, Any]:
 
 
 def apply_mlx_settings() -> None:
-    """Put MLX's settings into the environment; variables that are already set override them.
+    """Put MLX's tuning variables from the settings into the environment, unless they are set there.
 
     This must happen before MLX first uses a GPU.
     """
-    with suppress(MlxspecError):  # the command reports it
+    with suppress(MlxspecError):  # the command itself reports it
         for name, value in variables_in(load_config().get(MLX_SETTINGS, "")).items():
             os.environ.setdefault(name, value)
 
@@ -147,7 +147,7 @@ def checked(name: str, value: object) -> Any:
     if name == alias and name not in KEYS:
         raise OptionError(f"unknown setting {name!r}: give one of {KNOWN}")
     if name != alias and not _ALIAS_NAME.fullmatch(alias):
-        raise OptionError(f"{name}: name it with letters, digits, '.', '-' and '_'")
+        raise OptionError(f"{name}: use only letters, digits, '.', '-' and '_'")
     try:
         return KEYS.get(name, click.STRING).convert(value, None, None)
     except (click.BadParameter, TypeError) as error:
@@ -157,7 +157,7 @@ def checked(name: str, value: object) -> Any:
 # --- edits of files ---
 
 Settings = dict[str, Any]
-"""Nested settings by name. None removes a setting. Entries of lists are merged by ``name``."""
+"""Nested settings by name. None removes a setting. List entries are merged by their ``name``."""
 
 JSON, TOML, YAML = "JSON without comments", "TOML", "YAML"
 _KINDS = {".json": JSON, ".toml": TOML, ".yaml": YAML, ".yml": YAML}
@@ -171,7 +171,7 @@ class SettingsFile:
     Attributes:
         path: the file; its suffix determines the format.
         settings: the values to set.
-        first: further values for a new file.
+        first: values to add to a new file.
     """
 
     path: Path
@@ -190,13 +190,13 @@ class SettingsFile:
         except FileNotFoundError:
             return ""
         except UnicodeDecodeError as error:
-            raise FileError(f"{self.path}: is not UTF-8 text; convert it") from error
+            raise FileError(f"{self.path}: not UTF-8 text; convert it to UTF-8") from error
 
     def merged(self, text: str) -> str:
-        """Merge the settings into a text of the file; the text of a new file is empty.
+        """Merge the settings into the file's text, empty for a new file.
 
         Raises:
-            FileError: something in the text would be lost.
+            FileError: part of the text would be lost.
         """
         kind = _KINDS[self.path.suffix]
         settings = self.settings if text else {**self.first, **self.settings}
@@ -250,13 +250,13 @@ def _parse(kind: str, text: str) -> Any:
 
 
 def _merge(document: Any, settings: Settings) -> None:
-    """Put settings into a document, which is changed in place.
+    """Put settings into a document, in place.
 
     Raises:
-        ValueError: nested settings meet a value of another type.
+        ValueError: nested settings would replace a value of another type.
     """
     if not isinstance(document, MutableMapping):
-        raise ValueError("the settings must be in an object")
+        raise ValueError("the settings belong in an object, but the file has another value there")
     for name, value in settings.items():
         if value is None:
             document.pop(name, None)
@@ -277,7 +277,7 @@ def _merge(document: Any, settings: Settings) -> None:
 
 
 def _render(kind: str, document: Any, settings: Settings, text: str) -> str:
-    """Write a document as text, in the style of the text before the settings were put in.
+    """Write a document as text, in the style of the original text.
 
     TOML keeps its comments and order. JSON is indented and escaped as before.
     """

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from itertools import count
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
-from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from .common.model_choice import MODEL
 from .common.notes import note, say
@@ -33,8 +33,8 @@ def store_command() -> None:
     messages. It takes all other files whole. Files that are not UTF-8 text are skipped. In
     directories, hidden files, hidden directories and links to directories are skipped, too.
 
-    A store contains the texts: whoever can read the file can read them. Only you can read a new
-    store.
+    A store contains its texts, so whoever can read the file can read them. A new store is readable
+    only by you.
     """
 
 
@@ -59,18 +59,20 @@ def build_command(paths: tuple[str, ...], model: str, output: str, force: bool) 
     files = find_files(paths)
     tokenizer = load_tokenizer_of(model)
     counts = Counter[str]()
-    done = count(1)
-    figures = MofNCompleteColumn(), TimeElapsedColumn()
+
+    def shown() -> Iterator[Path]:
+        for number, file in enumerate(files):
+            bar(number, len(files))
+            yield file
+
     try:
-        with ProgressBar("Reading", *figures) as bar:
-            sequences = (
-                tokenizer.encode(text, add_special_tokens=False)
-                for text in read_texts(files, counts, lambda _: bar(next(done), len(files)))
-            )
+        with ProgressBar("Reading") as bar:
+            texts = read_texts(shown(), counts)
+            sequences = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
             store = build_store(output, sequences, tokenizer, force=force)
-    finally:  # even after an error: skipped texts may be its cause
+    finally:  # even after an error, which skipped texts may have caused
         for number, thing, reason in (
-            (counts["skipped"], "file", "cannot be read as UTF-8 text"),
+            (counts["skipped"], "file", "not UTF-8 text"),
             (counts["bad_lines"], "chat log line", "not a chat record"),
         ):
             if number:

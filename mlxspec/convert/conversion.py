@@ -15,7 +15,8 @@ from ..errors import FileError, LoadError, OptionError
 from ..files import new_directory
 from ..models.heads.loading import head_directory
 from ..models.model import load_lazily
-from ..models.model_files import find_directory, local_path, one_line, read_config
+from ..models.model_files import find_directory, local_path, read_config
+from ..terminal import one_line
 from .hugging_face import copy_tokenizer, load_head_alone
 from .original import load_original
 
@@ -56,7 +57,7 @@ def convert(
         head: convert only the trained head that ``hf_path`` is or carries.
 
     Returns:
-        the bytes of the weights, quantisation scales included; the number of parameters; for a
+        the size of the weights in bytes, with quantisation scales; the number of parameters; for a
         trained head, its kind and what was done to its norms.
 
     Raises:
@@ -70,7 +71,10 @@ def convert(
     if (torch_path is None) == (hf_path is None):
         raise OptionError("name one checkpoint: MODEL, --torch-path or --hf-path")
     if head and torch_path is not None:
-        raise OptionError(f"--head: no original checkpoint has one ({torch_path}); use --hf-path")
+        raise OptionError(
+            f"--head: {torch_path} is in Mistral's or Llama's original form, which has no trained "
+            "heads; use --hf-path"
+        )
     target = Path(os.path.abspath(mlx_path))
     _check_target(target, force, local_path(torch_path or hf_path or ""))
     with new_directory(target, replace=force) as directory, TemporaryDirectory(dir=directory) as d:
@@ -116,7 +120,7 @@ def _check_target(target: Path, force: bool, source: Path) -> None:
     holds_one = any(path.is_relative_to(target.resolve()) for path in needed)
     if target.is_symlink() or target.is_file() or holds_one:
         raise FileError(
-            f"{target}: is a link or a file, or has the checkpoint or the working directory in it; "
+            f"{target}: is a link or a file, or contains the checkpoint or the working directory; "
             "name another --mlx-path"
         )
     has_content = target.is_dir() and any(target.iterdir())
@@ -126,7 +130,7 @@ def _check_target(target: Path, force: bool, source: Path) -> None:
         )
 
 
-# --- the weights, which are not evaluated before they are written ---
+# --- the weights, which stay lazy until they are written ---
 
 
 def _prepare(
@@ -167,7 +171,9 @@ def _prepare(
 
 
 def _half_type(config: dict[str, Any], model: nn.Module) -> str | None:
-    """The 16-bit type that the configuration names; else float16 if no tensor has one, or None."""
+    """The 16-bit type that the configuration names; otherwise float16 if no tensor is 16-bit, or
+    None.
+    """
     named = config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
     if named in _HALVES:
         return str(named)

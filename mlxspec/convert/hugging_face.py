@@ -1,4 +1,4 @@
-"""What only Hugging Face checkpoints have: tokenizers in several files, and trained heads."""
+"""Parts that only Hugging Face checkpoints have: tokenizers in several files, and trained heads."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     mlx-lm's ``save`` would write transformers' version of them, and copy Python files.
 
     Raises:
-        LoadError: there is no tokenizer, or SentencePiece's model is of another kind.
+        LoadError: there is no tokenizer, or its SentencePiece model is of an unsupported kind.
     """
     from ..models.tokenizer import HUGGING_FACE_FILES, write_tokenizer
 
@@ -40,14 +40,15 @@ def load_head_alone(directory: Path) -> tuple[Head, dict[str, Any], str]:
     """Load a head with unevaluated weights.
 
     Args:
-        directory: a head's folder, or that of a model which carries one.
+        directory: the folder of a head, or of a model that carries one.
 
     Returns:
-        the head, its configuration, and in words its kind and which of its norms were changed:
-        a checkpoint's norms may be centred at zero, and those that the head applies are not.
+        the head, its configuration, and a description of its kind and of the norms that were
+        changed: a checkpoint's norms may be centred at zero, but the head expects them centred at
+        one.
 
     Raises:
-        LoadError: there is no head of a kind that is supported, or a file is damaged.
+        LoadError: there is no head of a supported kind, or a file is damaged.
     """
     found = heads.find_head(directory)
     head, config, about = heads.load_lazily(found), found.config, found.kind.title

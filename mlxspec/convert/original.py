@@ -54,8 +54,8 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
 
     Args:
         directory: the checkpoint's directory.
-        scratch: an empty directory on a disk with room for the checkpoint, which is written there
-            under Hugging Face's names. Keep it as long as the model.
+        scratch: an empty directory with enough disk space for the checkpoint, whose tensors are
+            written there under Hugging Face's names. Keep it as long as the model.
 
     Raises:
         LoadError: a file, a setting or a tensor is missing, damaged or unknown.
@@ -64,7 +64,7 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
     try:
         shapes = _write_weights(directory, params, scratch)
         config = config_from_params(params, shapes)
-        if _OUTPUT in shapes:  # in small Llamas it repeats the embedding
+        if _OUTPUT in shapes:  # small Llamas repeat the embedding here
             files = [(name, _file(scratch, name)) for name in (_OUTPUT, _EMBEDDING)]
             output, embedding = (check_weights_file(file)[name] for name, file in files)
             config["tie_word_embeddings"] = bool(mx.array_equal(output, embedding))
@@ -83,13 +83,13 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
 def _write_weights(
     directory: Path, params: Mapping[str, Any], scratch: Path
 ) -> dict[str, Sequence[int]]:
-    """Write a file for each tensor, with model-parallel shards joined; returns their shapes."""
+    """Write a file for each tensor, joining model-parallel shards; return the tensors' shapes."""
     shapes: dict[str, Sequence[int]] = {}
     for pieces in zip(*_shards(directory), strict=True):
         original = pieces[0][0]
         if any(name != original for name, _ in pieces):
             raise ValueError(f"the shards differ in {printable(original)}")
-        if original.endswith("rope.freqs"):  # a table, which models compute
+        if original.endswith("rope.freqs"):  # a table that models compute themselves
             continue
         name = original_to_mlx_name(original)
         array = _join(original, [piece for _, piece in pieces], params["dim"])
@@ -97,7 +97,7 @@ def _write_weights(
             array = half_split_rows(array, _head_dim(params))
         mx.save_safetensors(str(_file(scratch, name)), {name: array})
         shapes[name] = array.shape
-        del pieces, array  # so that they are not held while the next ones are read
+        del pieces, array  # frees their memory before the next ones are read
     return shapes
 
 
@@ -106,12 +106,12 @@ def _file(scratch: Path, name: str) -> Path:
 
 
 def _shards(directory: Path) -> list[Iterator[tuple[str, mx.array]]]:
-    """The tensors of each shard, which has all names, in the same order."""
+    """The tensors of each shard; all shards have the same names in the same order."""
     if paths := sorted(directory.glob("consolidated*.safetensors")):
         return [_read_safetensors(paths)]
     if paths := sorted(directory.glob("consolidated.*.pth")):
         return [read_torch_file(path) for path in paths]
-    raise LoadError(f"{directory}: has no consolidated.* files; name another directory")
+    raise LoadError(f"{directory}: has no consolidated.* file; name another directory")
 
 
 def _read_safetensors(paths: Sequence[Path]) -> Iterator[tuple[str, mx.array]]:
@@ -128,7 +128,7 @@ def _join(name: str, pieces: list[mx.array], dim: int) -> mx.array:
     if module in _SPLIT_BY_COLUMNS:
         return mx.concatenate(pieces, axis=1)
     if module == "tok_embeddings":
-        # Llama 1 and 2 split the embedding's width, Llama 3 its vocabulary.
+        # Llama 1 and 2 split the embedding by width, Llama 3 by vocabulary.
         return mx.concatenate(pieces, axis=0 if pieces[0].shape[-1] == dim else 1)
     return pieces[0]
 
@@ -141,7 +141,7 @@ def original_to_mlx_name(name: str) -> str:
     """
     match = _NAME.fullmatch(name)
     if match is None or match[2] not in _MODULES:
-        raise ValueError(f"the tensor {printable(name)} is not known")
+        raise ValueError(f"the tensor {printable(name)} is unknown")
     layer = f"model.{match[1]}" if match[1] else ""
     return f"{layer}{_MODULES[match[2]]}.weight"
 
@@ -149,7 +149,7 @@ def original_to_mlx_name(name: str) -> str:
 def half_split_rows(weight: mx.array, head_dim: int) -> mx.array:
     """Reorder the rows of a query or key projection for RoPE on halves.
 
-    The originals rotate rows 2i and 2i + 1 of a head together, Hugging Face's layout rows i
+    The originals rotate rows 2i and 2i + 1 of a head together; Hugging Face's layout rotates rows i
     and i + head_dim / 2.
 
     Args:
@@ -169,11 +169,11 @@ def half_split_rows(weight: mx.array, head_dim: int) -> mx.array:
 def config_from_params(
     params: Mapping[str, Any], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Any]:
-    """Convert ``params.json`` to a ``config.json`` with Hugging Face's keys, which mlx-lm reads.
+    """Convert ``params.json`` to the ``config.json`` that mlx-lm reads, with Hugging Face's keys.
 
     Args:
         params: the content of ``params.json``. Missing values have Llama's defaults.
-        shapes: the shape of each tensor by mlx-lm's name, which give the sizes that Llama's
+        shapes: the shape of each tensor, by mlx-lm's name. They give the sizes that Llama's
             ``params.json`` lacks.
 
     Raises:
@@ -204,7 +204,7 @@ def config_from_params(
     if given.get("use_scaled_rope"):
         config["max_position_embeddings"] = 131072
         # params.json does not distinguish Llama 3.1 and 3.2: the small text models of 3.2
-        # (widths 2048 and 3072) were published with 32, everything from width 4096 on with 8.
+        # (widths 2048 and 3072) were published with 32, larger models (width 4096 or more) with 8.
         factor = 32.0 if given["dim"] < 4096 else 8.0
         config["rope_scaling"] = {**_LLAMA3_ROPE, "factor": factor}
     for key in ("max_seq_len", "max_position_embeddings"):

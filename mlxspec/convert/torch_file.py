@@ -1,8 +1,8 @@
 """Reads the tensors of a PyTorch ``.pth`` file, without PyTorch and without running its code.
 
 Since version 1.6 ``torch.save`` writes a zip archive: ``<name>/data.pkl`` describes the tensors,
-and ``<name>/data/<record>`` hold their elements. A pickle may name any function to call; the few
-names that are accepted here give plain tuples.
+and ``<name>/data/<record>`` hold their elements. A pickle may name any function to call. Here only
+a few names are accepted, and they give plain tuples.
 """
 
 import pickle
@@ -17,7 +17,7 @@ import numpy as np
 
 from ..errors import LoadError, printable
 
-_BFLOAT16 = "BFloat16Storage"  # numpy has no such type, so its bits are read
+_BFLOAT16 = "BFloat16Storage"  # numpy has no such type, so the raw bits are read
 _TYPES: dict[str, np.dtype[Any]] = {
     "FloatStorage": np.dtype("<f4"),
     "HalfStorage": np.dtype("<f2"),
@@ -29,8 +29,8 @@ def read_torch_file(path: Path) -> Iterator[tuple[str, mx.array]]:
     """Yield the name and the elements of each tensor, one after another.
 
     Raises:
-        LoadError: the file is damaged, has the format before PyTorch 1.6, or holds more than
-            floating-point tensors.
+        LoadError: the file is damaged, has the format from before PyTorch 1.6, or holds anything
+            but floating-point tensors.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -41,27 +41,27 @@ def read_torch_file(path: Path) -> Iterator[tuple[str, mx.array]]:
                 dtype = _TYPES[kind]
                 elements = archive.read(f"{folder}/{record}")
                 steps = [stride * dtype.itemsize for stride in strides]
-                # numpy refuses what reaches beyond the elements.
+                # numpy refuses a view that reaches beyond the elements.
                 view = np.ndarray(shape, dtype, elements, offset * dtype.itemsize, steps)
                 array = mx.array(view)
                 yield str(name), array.view(mx.bfloat16) if kind == _BFLOAT16 else array
-                del elements, view, array  # so that they are not held while the next are read
+                del elements, view, array  # frees their memory before the next are read
     except LoadError as error:
         raise LoadError(f"{path}: {error}") from None
     except OSError as error:
         raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     except Exception as error:  # a damaged archive or pickle makes the libraries raise anything
         raise LoadError(
-            f"{path}: damaged, or not a file of PyTorch 1.6 or newer with tensors alone; fetch it "
-            "again, or save it with a newer torch.save"
+            f"{path}: damaged, or not a file of PyTorch 1.6 or newer that holds only tensors; "
+            "fetch it again, or save only its tensors with a newer torch.save"
         ) from error
 
 
 class _Unpickler(pickle._Unpickler):
     """Gives each tensor as a tuple: its storage, offset, shape and strides, in elements.
 
-    Python's own unpickler has a dict of what a pickle memoizes; the one in C takes as much memory
-    as the highest index that a damaged pickle names.
+    The unpickler written in Python keeps memoised objects in a dict. The one in C would allocate as
+    much memory as the highest index that a damaged pickle names.
     """
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Kept answers: the settings that choose them, and a SQLite database with a row for each."""
+"""Kept answers: the settings for keeping them, and a SQLite database with a row for each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,11 +31,11 @@ class TokenizerIdentity:
     """The identity of a tokenizer.
 
     Attributes:
-        name: a model's name without its path, to show to people.
+        name: a model's name without its path, for display.
         vocab_size: all ids are below it.
-        fingerprint: SHA-256 of the vocabulary, 32 bytes. It is equal for tokenizers whose ids mean
-            the same, even if they split texts differently. A store of texts that were split
-            differently is still right, if less useful.
+        fingerprint: the SHA-256 of the vocabulary, 32 bytes. It is equal for tokenizers whose ids
+            mean the same, even if they split texts differently. A store with texts that were split
+            differently is still correct, if less useful.
     """
 
     name: str
@@ -52,7 +52,7 @@ class TokenizerIdentity:
 
 
 def identify(tokenizer: Any) -> TokenizerIdentity:
-    """The identity of a tokenizer, from its whole vocabulary, added tokens included.
+    """The identity of a tokenizer, from its whole vocabulary, including added tokens.
 
     Args:
         tokenizer: one of mlx-lm, transformers or tokenizers, or any with ``get_vocab``.
@@ -65,7 +65,7 @@ def identify(tokenizer: Any) -> TokenizerIdentity:
 
 
 def _short_name(path: str) -> str:
-    """``owner/name`` for a copy from the Hub, the last part of other absolute paths."""
+    """``owner/name`` for a copy from the Hub; for other absolute paths, the last part."""
     if snapshot := _HUB_SNAPSHOT.search(path):
         return f"{snapshot[1]}/{snapshot[2]}"
     return os.path.basename(path) if os.path.isabs(path) else path
@@ -86,9 +86,6 @@ DATABASE = "answers.sqlite"
 INDEX = ".index"
 INDEX_FORMAT = "mlxspec answers index"
 
-OnTrouble = Callable[[str], None]
-"""Called with a line that describes a failure."""
-
 _VERSION = 3
 _BUSY_SECONDS = 30.0
 _PAGE = 500  # rows read at a time
@@ -99,8 +96,8 @@ PRAGMA synchronous = NORMAL;
 PRAGMA temp_store = MEMORY;
 PRAGMA trusted_schema = OFF;
 """
-# Columns with figures have the prefix `earned_`. `stamp` is a random number, another one after
-# each deletion of the tokenizer's answers: with the same stamp, an index is of the same rows.
+# Columns with figures have the prefix `earned_`. `stamp` is a random number that changes with each
+# deletion of the tokenizer's answers: an index with the same stamp belongs to the same rows.
 _TABLES = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS tokenizers (
@@ -126,7 +123,7 @@ INSERT INTO tokenizers (fingerprint, name, vocab_size, model) VALUES (?, ?, ?, ?
 ON CONFLICT DO UPDATE SET model = excluded.model WHERE excluded.model NOT IN ('', model)
 """
 _STAMP = "SELECT CAST(stamp AS INTEGER) FROM tokenizers WHERE id = ?"
-# "+" keeps SQLite from using the index by hash and sorting the rows again for each page.
+# Without "+", SQLite would use the index by hash, and sort the rows again for each page.
 _READ = f"""
 SELECT id, tokens, CAST(ended AS INTEGER) FROM answers
 WHERE +tokenizer = ? AND id > ? AND typeof(tokens) = 'blob' AND length(tokens) % 4 = 0
@@ -149,7 +146,7 @@ SELECT date(ended, 'unixepoch', 'localtime') AS day, count(*),
     {", ".join(f"sum(earned_{name})" for name in EARNED)}
 FROM answers WHERE tokenizer = ? GROUP BY day ORDER BY day
 """
-# Keeps the newest answers, up to a number of tokens, and deletes the others.
+# Deletes all but the newest answers, up to a number of tokens.
 _EVICT = """
 DELETE FROM answers WHERE id IN (SELECT id FROM (
     SELECT id, sum(length(tokens) / 4 + 1) OVER (ORDER BY ended DESC, id DESC) AS total
@@ -158,13 +155,14 @@ RETURNING id
 """
 
 
+@dataclass(eq=False)
 class KeptAnswers:
     """The kept answers of one tokenizer.
 
-    One thread at a time may use it; several processes may open the same database.
+    Only one thread at a time may use an object; several processes may open the same database.
 
-    Args:
-        directory: the database's directory, made if missing. None keeps the answers in the
+    Attributes:
+        directory: the database's directory, created if missing. None keeps the answers in the
             process's memory.
         identity: the tokenizer.
         model: the name or path from which the tokenizer can be loaded again.
@@ -173,27 +171,26 @@ class KeptAnswers:
         FileError: the database cannot be made or opened.
     """
 
-    def __init__(
-        self, directory: Path | None, identity: TokenizerIdentity, model: str = ""
-    ) -> None:
-        self.directory = directory
-        self.identity = identity
-        self.model = model
-        self._db = connect(directory)
-        values = identity.fingerprint, identity.name, identity.vocab_size, model
+    directory: Path | None
+    identity: TokenizerIdentity
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        identity, self._db = self.identity, connect(self.directory)
+        values = identity.fingerprint, identity.name, identity.vocab_size, self.model
         self._run(_ADD_TOKENIZER, *values)
         which = "SELECT id FROM tokenizers WHERE fingerprint = ?"
         ((self._tokenizer,),) = self._run(which, identity.fingerprint)
 
     def add(self, text: bytes, earned: Mapping[str, int]) -> int:
-        """Keep an answer as the newest; if it is kept already, add up the figures.
+        """Keep an answer as the newest; if it is already kept, add to its figures.
 
         Args:
             text: the bytes of its tokens, as int32.
             earned: figures by the names of EARNED.
 
         Returns:
-            the answer's row.
+            the number of the answer's row.
         """
         figures = [max(0, int(earned.get(name, 0))) for name in EARNED]
         hashed = hashlib.blake2b(text, digest_size=16).digest()
@@ -209,8 +206,8 @@ class KeptAnswers:
         """Read the answers in rows after ``after``, in order.
 
         Yields:
-            the row, the tokens, (n,) of int32, and when the generation ended, in seconds since
-            1970. Rows with tokens outside the vocabulary are skipped.
+            the row's number, the tokens, (n,) of int32, and the time when the generation ended, in
+            seconds since 1970. Rows with tokens outside the vocabulary are skipped.
         """
         page: list[Any] = [None] * _PAGE
         while len(page) == _PAGE:
@@ -221,13 +218,15 @@ class KeptAnswers:
                     yield after, tokens, ended
 
     def evict(self, most: int) -> bool:
-        """Delete the oldest answers until at most ``most`` tokens remain; returns whether any."""
+        """Delete the oldest answers until at most ``most`` tokens remain; return whether any were
+        deleted.
+        """
         return bool(self._run(_EVICT, self._tokenizer, most))
 
     def forget(self, rows: Iterable[int]) -> None:
         """Delete answers and the index files, so that no file keeps their text.
 
-        Another process drops them when it next adds an answer.
+        Other processes drop them when they next add an answer.
 
         Raises:
             FileError: they cannot be deleted, or another process keeps the database busy.
@@ -240,13 +239,13 @@ class KeptAnswers:
         self._run("VACUUM")
         ((busy, *_),) = self._run("PRAGMA wal_checkpoint(TRUNCATE)")
         if busy:
-            raise FileError("another process is reading the kept answers; forget them again")
+            raise FileError("another process is reading the kept answers; run the command again")
 
     def count(self) -> dict[str, Any]:
-        """Count the "texts", their "tokens", and their "bytes", index files included.
+        """Count the "texts", their "tokens", and their "bytes", including index files.
 
-        "oldest" and "newest" are the times at which the first and the last answer ended, in
-        seconds since 1970, or None.
+        "oldest" and "newest" are the times when the first and the last answer ended, in seconds
+        since 1970, or None.
         """
         ((texts, tokens, oldest, newest),) = self._run(_COUNT, self._tokenizer)
         size = 4 * tokens
@@ -256,7 +255,9 @@ class KeptAnswers:
         return dict(zip(names, (texts, tokens, size, oldest, newest), strict=True))
 
     def earned_by_day(self) -> dict[str, dict[str, int]]:
-        """The number of "answers" and the sums of EARNED, by local day of the answer's end."""
+        """The number of "answers" and the sums of EARNED, by the local day on which the answers
+        ended.
+        """
         days = self._run(_EARNED_BY_DAY, self._tokenizer)
         return {day: dict(zip(("answers", *EARNED), sums, strict=True)) for day, *sums in days}
 
@@ -297,15 +298,15 @@ def kept_answers(directory: Path) -> list[KeptAnswers]:
 
 
 def connect(directory: Path | None) -> sqlite3.Connection:
-    """Open the database in a directory, which is made if missing; None makes one in memory.
+    """Open the database in a directory, which is created if missing; None makes one in memory.
 
     Raises:
-        FileError: the database cannot be made or opened, or another version made it.
+        FileError: the database cannot be made or opened, or another version of mlxspec made it.
     """
     with _errors_of(directory):
         if directory:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # SQLite gives its own files next to it the same mode.
+            # SQLite gives its files next to the database the same mode.
             (directory / DATABASE).touch(PRIVATE)
         path = directory / DATABASE if directory else ":memory:"
         database = sqlite3.connect(path, _BUSY_SECONDS, check_same_thread=False)
@@ -316,13 +317,13 @@ def connect(directory: Path | None) -> sqlite3.Connection:
             database.execute("PRAGMA journal_mode = WAL")
             database.executescript(_TABLES)
         elif version != _VERSION:
-            raise sqlite3.DatabaseError(f"another version of mlxspec made it, {version}")
+            raise sqlite3.DatabaseError(f"made by another version of mlxspec, {version}")
         return database
 
 
 @contextmanager
 def _errors_of(directory: Path | None) -> Iterator[None]:
-    """Raise SQLite's and the system's errors as FileError."""
+    """Turn SQLite's and the system's errors into FileError."""
     try:
         yield
     except (OSError, sqlite3.Error, UnicodeError) as error:
@@ -337,10 +338,10 @@ def _errors_of(directory: Path | None) -> Iterator[None]:
 # --- settings ---
 
 ENVIRONMENT_VARIABLE = "MLXSPEC_DATA_DIR"
-"""Names a data directory other than the user's."""
+"""The environment variable that names another data directory."""
 
 SWITCH = "MLXSPEC_MEMORY"
-"""Overrides the user's settings: "on", "off", or a directory to keep answers in."""
+"""The environment variable that overrides the user's settings: "on", "off", or a directory."""
 
 _SETTINGS = "settings.json"
 
@@ -379,7 +380,7 @@ def memory_directory() -> Path:
     """The directory of the answers and the settings.
 
     Raises:
-        OptionError: an environment variable names an impossible directory.
+        OptionError: an environment variable does not name a valid directory.
     """
     switch, named = os.environ.get(SWITCH), directory_in(SWITCH)
     if named is None or switch in ("on", "off"):
@@ -427,7 +428,7 @@ def settings_in_force() -> Settings:
 
 
 def save_settings(settings: Settings) -> None:
-    """Write the user's settings, whole or not at all.
+    """Write the user's settings, completely or not at all.
 
     Raises:
         FileError: they cannot be written.
@@ -438,7 +439,7 @@ def save_settings(settings: Settings) -> None:
         "max_tokens": settings.max_tokens,
     }
     directory = memory_directory()
-    with suppress(OSError):  # writing then fails
+    with suppress(OSError):  # writing reports it
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with replaced(directory / _SETTINGS) as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")

@@ -1,10 +1,10 @@
 """The memory of earlier answers, from which all generations of a process draft.
 
 The answers are rows of a database (:mod:`answers`). Look-ups search two indexes derived from it: a
-suffix index of the newest answers, and a sorted segment of all others. Once there are many new
-answers, they are sorted and merged into the segment. The segment of kept answers is a file next to
-the database. It may be deleted at any time, and is then built again from the rows, as after every
-deletion of an answer.
+suffix index of the newest answers, and a sorted segment of all others. When there are many new
+answers, they are sorted and merged into the segment. For kept answers, the segment is a file next
+to the database. The file may be deleted at any time, and is then rebuilt from the rows, as after
+every deletion of an answer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,7 @@ import numpy as np
 
 from ..errors import FileError, OptionError
 from ..files import replaced
-from .answers import (
-    INDEX_FORMAT,
-    KEPT_TOKENS,
-    KeptAnswers,
-    OnTrouble,
-    TokenizerIdentity,
-    identify,
-)
+from .answers import INDEX_FORMAT, KEPT_TOKENS, KeptAnswers, TokenizerIdentity, identify
 from .suffix_index import (
     EXCERPT_TOKENS,
     MAX_VOCABULARY,
@@ -53,17 +46,19 @@ from .suffix_index import (
 _log = logging.getLogger(__name__)
 
 MAX_TOKENS = 1 << 20
-"""Tokens that a memory without kept answers holds by default, in 13 MB."""
+"""The default size, in tokens, of a memory without kept answers; they take 13 MB."""
 
 LIVE_TOKENS, MOST_LIVE_TOKENS = 1 << 14, 1 << 18
 """The newest answers are sorted once they have a sixteenth of all tokens, within these bounds."""
 
 LEADING_TOKENS = 8
-"""A prompt's last tokens, which find the opening of its answer; "Openings" in notes/planner.md."""
+"""The number of a prompt's last tokens by which an answer's opening is found; see "Openings" in
+notes/planner.md.
+"""
 
-_SORTED_TOKENS = 1 << 20  # sorted at once, in 90 bytes a token
+_SORTED_TOKENS = 1 << 20  # sorted at once, with 90 bytes per token
 _PIECE = 1 << 18  # tokens copied at a time
-_INDEXED_TOKENS = 256  # indexed at a time; in between, other threads can run
+_INDEXED_TOKENS = 256  # indexed at a time; between batches, other threads can run
 _EXIT_SECONDS = 5.0  # to wait for the thread when the process ends
 
 _IN_MEMORY = TokenizerIdentity("any", MAX_VOCABULARY, b"")
@@ -72,20 +67,19 @@ _IN_MEMORY = TokenizerIdentity("any", MAX_VOCABULARY, b"")
 class Memory:
     """Earlier answers, in which the end of a context is looked up.
 
-    The memory's own thread adds and sorts. Look-ups and additions never block, and may be
+    The memory's own thread adds and sorts answers. Look-ups and additions never block, and may be
     made in any thread, even by a finaliser that interrupts a method of the memory.
 
-    A memory changes only the speed of generations, never their output. Several decoders of one
-    tokenizer may share it. Equal answers are remembered once. A full memory drops the answers that
-    were least recently given.
+    A memory changes only the speed of generations, never their output. If the disk fails, it logs a
+    warning, and remembers answers in the process alone. Several decoders of one tokenizer may share
+    it. Equal answers are remembered once. A full memory drops the answers that were least recently
+    given.
 
     Args:
         max_tokens: how many tokens to remember, 0 for none. By default KEPT_TOKENS with ``kept``,
             and MAX_TOKENS without.
-        kept: the database that keeps the answers; the memory closes it. Without it they end with
-            the process.
-        on_trouble: called in the memory's thread with a line that describes a failure. The memory
-            continues.
+        kept: the database that keeps the answers; the memory closes it. Without it, they are lost
+            when the process ends.
 
     Attributes:
         kept: as passed; do not call its methods.
@@ -95,20 +89,14 @@ class Memory:
         FileError: the kept answers cannot be read.
     """
 
-    def __init__(
-        self,
-        max_tokens: int | None = None,
-        *,
-        kept: KeptAnswers | None = None,
-        on_trouble: OnTrouble = lambda line: None,
-    ) -> None:
+    def __init__(self, max_tokens: int | None = None, *, kept: KeptAnswers | None = None) -> None:
         if max_tokens is None:
             max_tokens = KEPT_TOKENS if kept else MAX_TOKENS
         if type(max_tokens) is not int or max_tokens < 0:
             raise OptionError(f"max_tokens is {max_tokens!r}: give a whole number, at least 0")
         self.kept = kept
         answers = kept or KeptAnswers(None, _IN_MEMORY)
-        self._worker = _MemoryWorker(answers, max_tokens, on_trouble)
+        self._worker = _MemoryWorker(answers, max_tokens)
         self._thread = threading.Thread(target=self._worker.run, name="mlxspec memory", daemon=True)
         self._thread.start()
         _open.add(self)
@@ -121,16 +109,14 @@ class Memory:
         tokenizer: Any,
         *,
         max_tokens: int = KEPT_TOKENS,
-        on_trouble: OnTrouble = _log.warning,
     ) -> Memory:
         """A memory on disk, which several processes may open at once.
 
         Args:
-            directory: keeps the answers, also those of other tokenizers. Commands use it if the
-                variable MLXSPEC_MEMORY names it.
+            directory: the directory with the answers of all tokenizers. Commands use it if the
+                environment variable MLXSPEC_MEMORY names it.
             tokenizer: the tokenizer of the answers.
             max_tokens: how many tokens to keep.
-            on_trouble: as for the class; by default the line is logged as a warning.
 
         Raises:
             OptionError: as for the class.
@@ -138,13 +124,13 @@ class Memory:
         """
         model = str(getattr(tokenizer, "name_or_path", ""))
         kept = KeptAnswers(Path(directory), identify(tokenizer), model)
-        return cls(max_tokens, kept=kept, on_trouble=on_trouble)
+        return cls(max_tokens, kept=kept)
 
     def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = EXCERPT_TOKENS) -> Excerpts:
-        """Find what followed earlier occurrences of a context's end.
+        """Find the tokens after earlier occurrences of a context's end.
 
         Args:
-            tail: the context's last tokens; 64 are compared.
+            tail: the context's last tokens; up to 64 are compared.
             limit: the most excerpts to return.
             depth: the most tokens of an excerpt.
         """
@@ -156,38 +142,40 @@ class Memory:
         earned: Mapping[str, int] | None = None,
         prompt: Sequence[int] = (),
     ) -> None:
-        """Remember an answer soon; this never blocks.
+        """Queue an answer to be remembered; this never blocks.
 
         Args:
-            output: the answer's tokens. If they are too many, the last ones are remembered.
+            output: the answer's tokens. If there are too many, only the last are remembered.
             earned: the figures of its generation, by the names of :data:`EARNED`.
-            prompt: the prompt's tokens. While the answer is among the newest, the opening is
-                drafted after prompts with the same last eight tokens. These are not kept.
+            prompt: the prompt's tokens. While the answer is among the newest, its opening is
+                drafted after prompts with the same last eight tokens. The prompt is not kept.
 
         Raises:
             TypeError: ``output`` or ``prompt`` has an item that is not a token id.
         """
         tokens = [index(token) for token in output]
         leading = [index(token) for token in prompt[-LEADING_TOKENS:]]
-        if self._thread.is_alive():  # otherwise nobody would take it
+        if self._thread.is_alive():  # otherwise nothing would read the queue
             take = partial(self._worker.take, tokens, dict(earned or {}), leading)
             self._worker.requests.put(take)
 
     @property
     def nbytes(self) -> int:
-        """The memory of the indexes, without those in files, which are only mapped."""
+        """The bytes of the indexes in memory; index files are mapped, and not counted."""
         return sum(index.nbytes for index in self._worker.searched)
 
     def refresh(self) -> None:
-        """Soon index what other processes have kept, and drop what they have forgotten."""
+        """Queue an update: index answers that other processes have kept, and drop those forgotten
+        there.
+        """
         if self.kept:
             self._worker.requests.put(self._worker.refresh)
 
     def settle(self) -> None:
         """Wait until look-ups find everything that was added.
 
-        Then the memory holds at most ``max_tokens``. Unless several processes share it, look-ups
-        depend only on what was added.
+        The memory then holds at most ``max_tokens``. Unless several processes share it, look-ups
+        then depend only on the added answers.
         """
         done = threading.Event()
         self._worker.requests.put(done.set)
@@ -195,11 +183,11 @@ class Memory:
             pass
 
     def close(self, patience: float | None = None) -> None:
-        """Keep everything that was added, and remember nothing from then on.
+        """Keep everything that was added, and remember nothing more.
 
         Args:
-            patience: how many seconds to sort; None waits for the end. The next process that opens
-                the directory sorts the rest.
+            patience: the most seconds to spend on sorting; None sorts to the end. The next process
+                that opens the directory sorts the rest.
         """
         self._worker.requests.put(None)
         self._thread.join(patience)
@@ -219,22 +207,21 @@ def _stop_all() -> None:
 
 
 class _MemoryWorker:
-    """Does the work of a memory's thread, and provides the indexes to search.
+    """Runs a memory's thread, and provides the indexes to search.
 
     Attributes:
         searched: the indexes to search, the newest first.
         requests: functions for the thread to call; None ends it.
-        hurries: whether to stop sorting.
+        hurries: whether sorting should stop.
     """
 
-    def __init__(self, answers: KeptAnswers, max_tokens: int, on_trouble: OnTrouble) -> None:
+    def __init__(self, answers: KeptAnswers, max_tokens: int) -> None:
         self.vocab_size = answers.identity.vocab_size
         self.requests: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self.hurries = False
         self._answers = answers
         self._max_tokens = max_tokens
-        self._on_trouble = on_trouble
-        self._prompts: dict[int, Sequence[int]] = {}  # last tokens, by the rows of new answers
+        self._prompts: dict[int, Sequence[int]] = {}  # their last tokens, by the answers' rows
         self._start_over()
 
     def run(self) -> None:
@@ -247,23 +234,23 @@ class _MemoryWorker:
             self._answers.close()
 
     def _handle(self, request: Callable[[], object]) -> None:
-        """Handle a request; if the disk fails, from now on keep answers in memory alone."""
+        """Handle a request; if the disk fails, keep answers only in memory from then on."""
         try:
             request()
         except (OSError, FileError) as error:
-            self._on_trouble(f"{error}; answers are remembered until this process ends")
+            _log.warning("%s; answers are only remembered until this process ends", error)
             self._answers.close()
             self._answers = KeptAnswers(None, self._answers.identity)
             self._stamp, self._last = self._answers.stamp(), 0
             request()
 
     def _start_over(self) -> None:
-        """Index only what is in the file; :meth:`refresh` adds the other rows."""
+        """Index only the file's content; :meth:`refresh` adds the other rows."""
         self._stamp = self._answers.stamp()
         self._publish(self._open_file())
 
     def _open_file(self) -> SuffixArray:
-        """The sorted answers in the file; none if it is missing, damaged or outdated."""
+        """The file's sorted answers; empty if it is missing, damaged or outdated."""
         if self._answers.index_file:
             with suppress(OSError, ValueError):
                 segment = SuffixArray.open(self._answers.index_file, INDEX_FORMAT)
@@ -272,14 +259,14 @@ class _MemoryWorker:
         return SuffixArray(np.empty(0, np.int32), np.empty(0, np.int32))
 
     def _publish(self, segment: SuffixArray) -> None:
-        """Let other threads search sorted answers, and an empty index of the newest ones."""
+        """Let other threads search the sorted answers and a new, empty index of the newest ones."""
         self._segment, self._last = segment, int(segment.header.get("last", 0))
         self._live, self._live_texts = SuffixIndex(), list[bytes]()
         self.searched: tuple[SuffixIndex | SuffixArray, ...] = (self._live, segment)
 
     @property
     def _most_live(self) -> int:
-        """The newest answers are sorted once they have so many tokens."""
+        """The number of tokens from which the newest answers are sorted."""
         most = min(max(LIVE_TOKENS, len(self._segment.tokens) // 16), MOST_LIVE_TOKENS)
         return max(1, min(most, self._max_tokens // 8))
 
@@ -295,7 +282,7 @@ class _MemoryWorker:
         self._prompts.clear()
 
     def refresh(self) -> None:
-        """Index new rows; if rows were deleted, build the indexes again."""
+        """Index new rows; if rows were deleted, rebuild the indexes."""
         while not self.hurries:
             try:
                 if self._answers.stamp() != self._stamp:
@@ -310,7 +297,7 @@ class _MemoryWorker:
                 self._start_over()
 
     def _index_new(self) -> None:
-        """Index the new rows among the newest answers, or sort them, if they are too many."""
+        """Index the new rows among the newest answers, or sort them if there are too many."""
         added = array("i")
         for row, tokens, _ in self._answers.read(self._last):
             self._last = row
@@ -331,7 +318,7 @@ class _MemoryWorker:
     def _sort(self) -> None:
         """Sort the newest answers, and merge them into the others.
 
-        If the process ends meanwhile, nothing changes.
+        If the process ends during this, nothing changes.
 
         Raises:
             ValueError, IndexError: the index is damaged or outdated.
@@ -357,11 +344,11 @@ class _MemoryWorker:
                         raise ValueError("rows were deleted")
                 segment = self._open_file()
                 if segment.header.get("last") != self._last:
-                    raise ValueError("another process has replaced the file, or removed it")
+                    raise ValueError("another process has replaced or removed the file")
             self._publish(segment)
 
     def _let_others_run(self, piece: np.ndarray) -> np.ndarray:
-        """Pause between two pieces of a long work, and end it if the process ends."""
+        """Pause between two pieces of long work; stop the work if the process is ending."""
         if self.hurries:
             raise _Hurried
         time.sleep(0)
@@ -369,4 +356,4 @@ class _MemoryWorker:
 
 
 class _Hurried(Exception):
-    """The process ends while answers are sorted."""
+    """The process is ending while answers are being sorted."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +26,21 @@ from .suffix_index import (
 )
 
 MAX_TOKENS = 50_000_000
-"""The most tokens of a store; texts beyond them are not read. Building takes 90 bytes a token."""
+"""The most tokens in a store; further texts are not read. Building takes 90 bytes per token."""
 
-_TEXT_CHARACTERS = 32_768  # read at a time, and then on to the end of the line
+_TEXT_CHARACTERS = 32_768  # read at a time, and then to the end of the line
 
 
 def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """Find the named files, and the files in named directories.
 
-    In directories, names that begin with a dot and everything but regular files are skipped. Links
-    to directories are not followed, so loops cannot occur. Each file is found once.
+    In directories, names that begin with a dot and anything but regular files are skipped. Links to
+    directories are not followed, so loops cannot occur. Each file is found once.
 
     Raises:
         FileError: a named path does not exist, or is neither a file nor a directory.
     """
-    found: dict[Path, Path] = {}  # by what links lead to
+    found: dict[Path, Path] = {}  # by their targets if they are links
     for path in map(Path, paths):
         if not (os.path.isfile(path) or os.path.isdir(path)) or not os.access(path, os.R_OK):
             raise FileError(f"{path}: cannot be read; name a readable file or directory")
@@ -50,20 +50,16 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     return list(found.values())
 
 
-def read_texts(
-    files: Iterable[Path],
-    counts: Counter[str],
-    on_file: Callable[[Path], object] = lambda file: None,
-) -> Iterator[str]:
-    """Read texts from files: the models' messages of chat logs (``.jsonl``), all of other files.
+def read_texts(files: Iterable[Path], counts: Counter[str]) -> Iterator[str]:
+    """Read texts from files: the models' messages from chat logs (``.jsonl``), and other files
+    whole.
 
     Long files are read in pieces of several lines.
 
     Args:
         files: the files.
-        counts: counts the "files" with text, the "skipped" ones that cannot be read as text, and
+        counts: counts the "files" with text, the "skipped" files that are not text, and the
             "bad_lines" of chat logs.
-        on_file: called after each file.
     """
     for file in files:
         try:
@@ -72,7 +68,6 @@ def read_texts(
                 yield text
         except (UnicodeDecodeError, OSError):
             counts["skipped"] += 1
-        on_file(file)
 
 
 def _files_below(directory: Path) -> Iterator[Path]:
@@ -107,26 +102,27 @@ def _outputs(path: Path) -> Iterator[list[str] | None]:
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """The file's text, in pieces that end with a line."""
+    """The file's text in pieces, each of which ends where a line ends."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         while text := file.read(_TEXT_CHARACTERS):
             yield text + file.readline(_TEXT_CHARACTERS)
 
 
 _FORMAT = "mlxspec store"
+_GLANCE = 256  # bytes of a file, enough to see its format
 _REMEDY = "build it again with `mlxspec store build`"
 
 
 class Store:
     """Texts on disk in which a context's last tokens are looked up.
 
-    The file is mapped into memory. Processes share it, and only the parts that look-ups touch need
-    to stay there. A store keeps the content that its file had when it was opened, even if the file
-    is replaced. (mlxspec never changes a store in place. If another program truncates one, the
-    processes that read it crash, as with every mapped file.)
+    The file is mapped into memory. Processes share the memory, and only the parts that look-ups
+    touch need to stay there. A store keeps the content that its file had when it was opened, even
+    if the file is replaced. (mlxspec never changes a store in place. If another program truncates
+    one, processes that read it crash, as with every mapped file.)
 
-    Opening verifies only the header and the length, which takes a millisecond. :meth:`look_up` is
-    safe even if the rest is damaged; :meth:`verify` verifies it.
+    Opening checks only the header and the length, which takes a millisecond. :meth:`look_up` is
+    safe even if the rest is damaged; :meth:`verify` checks everything.
 
     Args:
         path: the file.
@@ -136,10 +132,10 @@ class Store:
         identity: the tokenizer.
         index: the texts.
         n_tokens, n_texts: how many tokens and texts there are.
-        nbytes: size of the file.
+        nbytes: the size of the file.
 
     Raises:
-        FileError: the file is not a store, is cut short, or is of another tokenizer.
+        FileError: the file is not a store, is truncated, or belongs to another tokenizer.
     """
 
     def __init__(self, path: str | os.PathLike[str], tokenizer: Any = None) -> None:
@@ -173,7 +169,7 @@ class Store:
         return len(self.index.tokens) - self.n_texts
 
     def verify(self) -> Store:
-        """Verify the whole file (0.1 s for ten million tokens).
+        """Check the whole file (0.1 s for ten million tokens).
 
         Returns:
             the store itself.
@@ -186,7 +182,7 @@ class Store:
         return self
 
     def look_up(self, tail: Sequence[int], limit: int = 8, depth: int = EXCERPT_TOKENS) -> Excerpts:
-        """Find what followed occurrences of the context's last tokens.
+        """Find the tokens after occurrences of the context's last tokens.
 
         Args:
             tail: the context's last tokens; 64 are compared.
@@ -194,7 +190,7 @@ class Store:
             depth: the most tokens of an excerpt.
 
         Returns:
-            the excerpts, without damaged ones.
+            the excerpts, leaving out damaged ones.
         """
         return excerpts([self.index], tail, limit, depth, self.identity.vocab_size)
 
@@ -206,21 +202,26 @@ def build_store(
     *,
     force: bool = False,
 ) -> Store:
-    """Write a store of texts without duplicates; the file appears whole or not at all.
+    """Write a store of texts without duplicates; the file appears complete or not at all.
 
     Args:
         path: the file to write.
         sequences: the token ids of each text. Later texts count as newer.
         tokenizer: the tokenizer of these ids.
-        force: replace an existing file at ``path``.
+        force: replace an existing store at ``path``, even a damaged one, or an empty file.
 
     Raises:
-        FileError: ``path`` is in use or cannot be written, or no text has two tokens.
+        FileError: ``path`` exists or cannot be written, or no text has at least two tokens.
     """
     path = Path(path)
     check_writable(path)
-    if path.exists() and not force:
-        raise FileError(f"{path}: exists; name another file, or replace it with --force")
+    if path.exists():
+        with path.open("rb") as file:
+            begins = file.read(_GLANCE)
+        if begins and f'"{_FORMAT}"'.encode() not in begins:
+            raise FileError(f"{path}: exists and is not an mlxspec store; name another file")
+        if not force:
+            raise FileError(f"{path}: exists; name another file, or replace it with --force")
     identity = identify(tokenizer)
     index = SuffixArray.of(_first(sequences, identity.vocab_size))
     if not len(index.tokens):
@@ -246,7 +247,7 @@ def _identity(header: Mapping[str, Any]) -> TokenizerIdentity:
 
 
 def _first(sequences: Iterable[Sequence[int]], vocab_size: int) -> Iterator[bytes]:
-    """The first texts, each once, up to MAX_TOKENS; the last may be cut."""
+    """The first texts, without duplicates, up to MAX_TOKENS; the last one may be cut."""
     seen: set[bytes] = set()
     room = MAX_TOKENS * TOKEN_BYTES
     for ids in sequences:

@@ -1,4 +1,4 @@
-"""Suffix indexes: where the end of a context occurred before, and what followed.
+"""Suffix indexes: find earlier occurrences of a context's end, and the tokens after them.
 
 A :class:`SuffixIndex` grows with its text. A :class:`SuffixArray` holds sorted texts, in memory or
 in a file.
@@ -23,16 +23,16 @@ import numpy as np
 from ..jsonl import load_json
 
 SEPARATOR = -1
-"""Separates the texts of an index. It is not a token id, so no draft crosses it."""
+"""Separates the texts of an index. It is not a token id, so drafts never cross it."""
 
 MAX_LENGTH = 64
-"""Matches are measured up to this many tokens."""
+"""The most tokens over which matches are measured."""
 
 MOST_BYTES = 84
-"""The most bytes that an index takes for each of many tokens."""
+"""The most bytes per token that a large index takes."""
 
 # Where these come from: notes/planner.md, "Constants".
-_SIZES = (8, 4, 2, 1)  # the n-grams under which positions are filed, longest first
+_SIZES = (8, 4, 2, 1)  # the n-grams that index positions, longest first
 _MAX_OCCURRENCES = 8  # looked up per n-gram
 _MAX_LINKS = 32  # followed per n-gram, including those of other n-grams in its bucket
 _MIN_BITS = 12  # 4096 buckets
@@ -48,7 +48,7 @@ class Occurrence(NamedTuple):
     """An earlier occurrence of the text's last tokens.
 
     Attributes:
-        length: how many tokens before ``position`` equal the text's last ones.
+        length: how many tokens before ``position`` equal the text's last tokens.
         position: the index of the token that followed.
     """
 
@@ -57,12 +57,12 @@ class Occurrence(NamedTuple):
 
 
 class SuffixIndex:
-    """Finds the earlier occurrences of a text's end, the longest matches first.
+    """Finds earlier occurrences of a text's end, the longest matches first.
 
-    Every position is filed under the 8-, 4-, 2- and 1-gram before it in hash chains as in
-    Deflate (RFC 1951, section 4). For each n-gram size, a table holds the newest position of each
-    bucket, and each position has a link to the next older one. This takes 36 to MOST_BYTES
-    bytes a token for any text, and the time to file a token does not depend on the text's length.
+    Every position is indexed by the 8-, 4-, 2- and 1-gram before it, in hash chains as in Deflate
+    (RFC 1951, section 4). For each n-gram size, a table holds the newest position of each bucket,
+    and each position has a link to the next older one. This takes 36 to MOST_BYTES bytes per token
+    for any text, and the time to add a token does not depend on the text's length.
 
     Args:
         tokens: the initial text.
@@ -100,15 +100,15 @@ class SuffixIndex:
             self._hashes[size] = value
 
     def occurrences(self) -> list[Occurrence]:
-        """Where the text's last tokens occurred before, as :meth:`matches` of another text."""
+        """Earlier occurrences of the text's last tokens, in the form of :meth:`matches`."""
         return self.matches(self.tokens[-MAX_LENGTH:], sys.maxsize)
 
     def matches(self, tail: Sequence[int], limit: int) -> list[Occurrence]:
         """Find where the last tokens of this text or another occur.
 
-        The newest eight places are looked up for each n-gram size, but for single tokens only if
-        longer n-grams have fewer than eight. Another thread may extend the index meanwhile. Its
-        additions may or may not be found.
+        The newest eight places are looked up for each n-gram size; for single tokens, only if
+        longer n-grams have fewer than eight. Another thread may extend the index at the same time;
+        its additions may or may not be found.
 
         Args:
             tail: the text's last tokens. At most MAX_LENGTH count, and only those after a
@@ -116,7 +116,8 @@ class SuffixIndex:
             limit: the most occurrences to return.
 
         Returns:
-            the occurrences that a token follows, the longest matches first, then the newest.
+            the occurrences that are followed by a token, the longest matches first, then the
+            newest.
         """
         text, recent = self.tokens, _backwards(tail)
         end, whole = len(text), len(recent)
@@ -127,7 +128,7 @@ class SuffixIndex:
             value = 0
             for token in recent[size - 1 :: -1]:
                 value = (value + token) * _BASE & _WORD
-            # Another thread may change the table: its own size says how many bits to use.
+            # Another thread may replace the table, so its own size decides how many bits to use.
             position, found = heads[value >> _HASH_BITS + 1 - len(heads).bit_length()], 0
             for _ in range(_MAX_LINKS):
                 if position == 0 or found == _MAX_OCCURRENCES:
@@ -141,7 +142,7 @@ class SuffixIndex:
         return sorted((Occurrence(lengths[p], p) for p in lengths), reverse=True)[:limit]
 
     def _file_all(self) -> None:
-        """File the whole text at once, in tables with room for twice as much."""
+        """Index the whole text at once, in tables with room for twice as much."""
         bits = max(_MIN_BITS, (2 * len(self.tokens)).bit_length())
         self._shift = _HASH_BITS - bits
         self._tables: list[tuple[int, int, array[int], array[int]]] = []
@@ -155,13 +156,13 @@ class SuffixIndex:
 
 
 def _backwards(tail: Sequence[int]) -> list[int]:
-    """The last MAX_LENGTH tokens that follow a SEPARATOR, if any, the newest first."""
+    """The last MAX_LENGTH tokens after any SEPARATOR, the newest first."""
     recent = list(tail[-MAX_LENGTH:])[::-1]
     return recent[: recent.index(SEPARATOR)] if SEPARATOR in recent else recent
 
 
 def _matched(text: Sequence[int], place: int, recent: list[int]) -> int:
-    """How many of the tokens before a place of a text are the most recent ones."""
+    """How many tokens before a place in a text match the most recent tokens."""
     length, longest = 0, min(place, len(recent))
     while length < longest and text[place - 1 - length] == recent[length]:
         length += 1
@@ -171,10 +172,10 @@ def _matched(text: Sequence[int], place: int, recent: list[int]) -> int:
 def _ngram_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
     """The hash of the ``size``-gram that ends with each token, (tokens,) of int64.
 
-    Zeros stand before the text. ``size`` is a power of two: a hash combines the hashes of its two
+    Before the text, zeros are assumed. ``size`` is a power of two: a hash combines those of its two
     halves.
     """
-    # Arithmetic modulo 2**64 is also right modulo 2**28.
+    # Arithmetic modulo 2**64 is also correct modulo 2**28.
     hashes = tokens * np.uint64(_BASE)
     half = 1
     while half < size:
@@ -186,7 +187,9 @@ def _ngram_hashes(tokens: np.ndarray, size: int) -> np.ndarray:
 
 
 def _hash_chains(buckets: np.ndarray, bits: int) -> tuple[array[int], array[int]]:
-    """The last position of each bucket, and the previous one of each position; 0 if none."""
+    """The last position in each bucket, and the position before each position in its bucket; 0 if
+    none.
+    """
     order = np.argsort(buckets, kind="stable")
     same = np.diff(buckets[order]) == 0
     links = np.zeros(len(buckets) + 1, dtype=np.int32)
@@ -201,26 +204,26 @@ MAX_VOCABULARY = (1 << 31) - 1
 """All token ids are below it."""
 TOKEN_BYTES = 4
 
-_SHORT = 8  # tokens, whose comparison is fast, and which leave few places to compare further
+_SHORT = 8  # tokens: fast to compare, and few places match in all of them
 _CHUNK = 1 << 16  # places merged at a time
 _HEADER = 1 << 12  # bytes of a file before its arrays
 _SEPARATOR_BYTES = np.int32(SEPARATOR).tobytes()
 
 
 class SuffixArray:
-    """Texts, and the sorted order of their places.
+    """Texts, and their places in sorted order.
 
     A place is between two tokens of a text. Its number is the position of the token after it.
     Places are sorted by the tokens before them, read backwards, so this is the suffix array of the
-    reversed texts. Nothing needs to be loaded: a look-up reads a few dozen numbers of either array.
+    reversed texts. Nothing needs to be loaded: a look-up reads a few dozen numbers of each array.
 
-    A file begins with a line of JSON, which says how long both arrays are. They follow as
-    little-endian int32, and then the CRC-32 of all that.
+    A file begins with a line of JSON that has the lengths of both arrays. The arrays follow as
+    little-endian int32, and then the CRC-32 of all this.
 
     Args:
         tokens: (n,) of int32, with a SEPARATOR after each text.
-        order: (places,) of int32, from 1 to n - 1, sorted by :func:`sorted_places`. A wrong order
-            loses matches, or gives places that do not match.
+        order: (places,) of int32, from 1 to n - 1, sorted by :func:`sorted_places`. In a wrong
+            order, matches are missed, or places are found that do not match.
 
     Attributes:
         header: the JSON, if the array is in a file.
@@ -233,7 +236,7 @@ class SuffixArray:
     def __init__(self, tokens: np.ndarray, order: np.ndarray) -> None:
         self.tokens = tokens
         self.order = order
-        # Memory views return Python integers four times as fast as arrays.
+        # Memory views return Python integers four times faster than arrays.
         self._tokens = tokens.data
         self._order = order.data
 
@@ -268,22 +271,21 @@ class SuffixArray:
         raise ValueError(f"is not an {format_name}, or is damaged")
 
     def is_intact(self) -> bool:
-        """Whether the file, if there is one, is as it was written."""
+        """Whether the file, if there is one, is as originally written."""
         if self.file is None:
             return True
         return zlib.crc32(self.file[:-1].data) == int(self.file[-1:].view(np.uint32)[0])
 
     @property
     def nbytes(self) -> int:
-        """The memory of the texts and their order, without a file, which is only mapped."""
+        """The bytes of texts and order in memory; a file is only mapped, and not counted."""
         return self.tokens.nbytes + self.order.nbytes if self.file is None else 0
 
     def matches(self, tail: Sequence[int], limit: int) -> list[tuple[int, int]]:
         """Find up to ``limit`` places, the longest matches first, then the newest.
 
-        They are neighbours of the slot where a place with this context would be. If too many
-        match equally long, those whose earlier tokens have the nearest ids are taken, which says
-        little about them.
+        They are neighbours of the slot where a place with this context would be. If too many match
+        equally long, the choice among them depends on the ids of earlier tokens, and is arbitrary.
 
         Args:
             tail: the context's last tokens. At most MAX_LENGTH count, and only those after a
@@ -326,10 +328,10 @@ class SuffixArray:
 
 
 def merged_order(old: SuffixArray, new: SuffixArray) -> Iterator[np.ndarray]:
-    """Merge the orders of two arrays, of which the second's tokens follow the first's.
+    """Merge the orders of two arrays; the second's tokens follow the first's.
 
-    Binary search finds where the new places belong in the old order, many at a time. So the time
-    is proportional to the new length times the logarithm of the old one, plus one pass over the old
+    Binary search finds where the new places belong in the old order, many at a time. So the time is
+    proportional to the new length times the logarithm of the old one, plus one pass over the old
     order. It takes little memory.
 
     Yields:
@@ -349,7 +351,9 @@ def merged_order(old: SuffixArray, new: SuffixArray) -> Iterator[np.ndarray]:
 def _slots_among(
     array: SuffixArray, tokens: np.ndarray, places: np.ndarray, least: int
 ) -> np.ndarray:
-    """The slots of ``array`` from ``least`` on before which sorted ``places`` of ``tokens`` go."""
+    """The slots of ``array``, from ``least`` on, before which sorted ``places`` of ``tokens``
+    belong.
+    """
     low = np.full(len(places), least, np.int64)
     high = np.full(len(places), len(array.order), np.int64)
     while len(open_ := np.flatnonzero(low < high)):
@@ -372,8 +376,8 @@ def _slots_among(
 def encode_texts(tokens: Sequence[int], vocab_size: int) -> list[bytes]:
     """Turn token ids into texts: bytes of int32, which can be compared and hashed.
 
-    Ids beyond the vocabulary, which a model with spare rows may emit, split a text. Texts of one
-    token are dropped, since look-ups cannot use them.
+    Ids beyond the vocabulary, which a model with a padded output layer may emit, split a text.
+    Texts of one token are dropped, since look-ups cannot use them.
     """
     ids = np.asarray(tokens, dtype=np.int64)
     known = (ids >= 0) & (ids < vocab_size)
@@ -390,13 +394,12 @@ def split_texts(tokens: np.ndarray) -> list[bytes]:
 def sorted_places(tokens: np.ndarray) -> np.ndarray:
     """Sort all places between two tokens by the tokens before them.
 
-    Tokens are compared backwards from the place, at least MAX_LENGTH of them. So the places where
-    similar contexts end are neighbours; the closer they are, the longer they match. Equal places
+    Tokens are compared backwards from the place, at least MAX_LENGTH of them. So places where
+    similar contexts end are neighbours: the closer they are, the longer they match. Equal places
     keep the order of the text.
 
     The result is a suffix array of the reversed text (Manber and Myers, 1990). Each pass doubles
-    the number of tokens compared, among the places that are still equal (Larsson and Sadakane,
-    1999).
+    the number of tokens compared, among places that are still equal (Larsson and Sadakane, 1999).
 
     Args:
         tokens: (n,) of int32, ids below MAX_VOCABULARY, and SEPARATOR between texts.
@@ -405,7 +408,7 @@ def sorted_places(tokens: np.ndarray) -> np.ndarray:
         (places,) of int32: the position of the token after each place.
     """
     n = len(tokens)
-    # The token before each place 0 … n; 0 stands for a separator, or the beginning of the text.
+    # The token before each place 0 … n; 0 means a separator or the beginning of the text.
     rank = np.concatenate([np.zeros(1, np.int32), tokens + np.int32(1)])
     order = np.argsort(rank, kind="stable").astype(np.int32)  # slot s holds the place order[s]
     starts = _starts(rank[order])
@@ -448,8 +451,8 @@ def write_index(
     Args:
         file: where to write.
         header: the other entries of the JSON, with a "format".
-        lengths: those of the tokens and of the order.
-        pieces: both, one after the other.
+        lengths: the lengths of the tokens and of the order.
+        pieces: the tokens, then the order, in pieces.
     """
     line = json.dumps({**header, "lengths": lengths}).encode().ljust(_HEADER - 1) + b"\n"
     checksum = 0
@@ -460,14 +463,15 @@ def write_index(
 
 
 EXCERPT_TOKENS = 48
-"""The most tokens of an excerpt: drafts go no deeper."""
+"""The most tokens of an excerpt; drafts are no deeper."""
 
 _LENGTH, _POSITION = itemgetter(0), itemgetter(1)
 
 Excerpts = tuple[list[int], list[Occurrence]]
-"""What followed occurrences of a text's end in other texts: tokens, with a SEPARATOR after each
-excerpt, and the occurrences, the longest match first, whose ``position`` is where their excerpt
-begins among the tokens."""
+"""Excerpts from other texts, each from where a text's end occurred: their tokens, with a SEPARATOR
+after each excerpt, and the occurrences, the longest match first. An occurrence's ``position`` is
+where its excerpt begins among the tokens.
+"""
 
 
 def excerpts(
@@ -484,7 +488,7 @@ def excerpts(
     """
     found: list[tuple[int, int, Any]] = []
     for one in indexes:
-        with suppress(IndexError):  # a damaged file
+        with suppress(IndexError):  # the file is damaged
             found += [(length, position, one) for length, position in one.matches(tail, limit)]
     found.sort(key=_LENGTH, reverse=True)  # stable: newer ones come before equal older ones
     tokens: list[int] = []
@@ -505,7 +509,7 @@ class Continuation(NamedTuple):
     Attributes:
         token: its id.
         length: the longest match among its occurrences, in tokens before the draft.
-        newest: the last position among its occurrences.
+        newest: the latest position among its occurrences.
         occurrences: the occurrences that it follows, the longest match first.
     """
 
@@ -528,9 +532,9 @@ def continuations(
         path: draft tokens after the text's end.
 
     Returns:
-        the different next tokens, best first: by longest match, then number of occurrences,
-        then recency. An occurrence that reaches the text's end continues with the path itself, so
-        loops can be drafted to any length.
+        the distinct next tokens, best first: by longest match, then number of occurrences, then
+        recency. An occurrence that reaches the text's end continues with the path itself, so loops
+        can be drafted to any length.
     """
     depth, end = len(path), len(text)
     groups: dict[int, list[Occurrence]] = {}
@@ -547,9 +551,9 @@ def continuations(
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """The length of the common prefix of two sequences of one type."""
+    """The length of the common prefix of two sequences of the same type."""
     low, high = 0, min(len(first), len(second))
-    while low < high:  # by slices, which compare faster than single tokens
+    while low < high:  # slices compare faster than single tokens
         middle = (low + high + 1) // 2
         if first[low:middle] == second[low:middle]:
             low = middle

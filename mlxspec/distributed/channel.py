@@ -1,4 +1,4 @@
-"""Connections between rank 0 and the other ranks: setup, messages, and detection of a loss."""
+"""Connections between rank 0 and the other ranks: setup, messages, and detection of lost ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .launch import end_with
 
 _END, _BEAT = b"end", b"beat"
 _SECONDS_BETWEEN_BEATS = 2.0
-_SECONDS_SILENT = 20.0  # a process that is stopped, swaps, or has lost power or network
+_SECONDS_SILENT = 20.0  # the process hangs or swaps, or power or network is lost
 
 _SECONDS_TO_CONNECT = 5.0
 _MAX_INVITATION = 1024  # bytes
@@ -31,7 +31,7 @@ _LOOPBACK = "127.0.0.1"
 def meet(group: mx.distributed.Group) -> Channel:
     """Connect rank 0 with every other rank.
 
-    Rank 0 listens at a free port. It sends its addresses, the port and a secret to the other ranks
+    Rank 0 listens on a free port. It sends its addresses, the port and a secret to the other ranks
     by an all-reduce. Connections without the secret are refused.
 
     Raises:
@@ -54,9 +54,9 @@ def meet(group: mx.distributed.Group) -> Channel:
 def _own_addresses() -> list[str]:
     """The addresses of rank 0, the fastest network first.
 
-    ``mlx.launch`` gives the ring back end a file with every rank's addresses, and JACCL one
-    address. In a ring of cables, not every host is connected to rank 0, so rank 0's host
-    name comes last.
+    ``mlx.launch`` gives the ring back end a file with every rank's addresses, and JACCL a single
+    address. In a ring of cables, not every host is connected to rank 0, so rank 0's host name is
+    added as the last.
     """
     own = [os.environ.get("MLX_JACCL_COORDINATOR", "")]
     if file := os.environ.get("MLX_HOSTFILE"):
@@ -102,24 +102,24 @@ def _connect(addresses: Sequence[str], port: int) -> socket.socket:
 class Channel:
     """Connections to other ranks.
 
-    A thread listens to each rank. If the rank is gone without a farewell, or not even its beats
-    come, the thread writes an error line and ends the process.
+    A thread listens to each rank. If the rank disconnects without a farewell, or its heartbeats
+    stop, the thread writes an error line and ends the process.
 
     Args:
         rank: the rank of this process.
-        peers: connected sockets by rank: all other ranks at rank 0, only rank 0 elsewhere.
+        peers: connected sockets by rank: rank 0 has all other ranks, the others only rank 0.
 
     Attributes:
-        on_loss: called with the error line before the process ends, in any thread; the main thread
-            may be waiting inside MLX for good.
+        on_loss: called with the error line before the process ends, in any thread, since the main
+            thread may be stuck inside MLX.
     """
 
     def __init__(self, rank: int, peers: Mapping[int, socket.socket]) -> None:
         self._rank = rank
         self._peers: list[Connection] = []
         self._messages: SimpleQueue[bytes] = SimpleQueue()
-        # A generation that was never closed ends when it is garbage-collected: in another thread,
-        # or in the one that sends.
+        # Reentrant, since a generation that was never closed ends when it is garbage-collected,
+        # which may happen in the sending thread.
         self._sending = threading.RLock()
         self._closing = threading.Event()
         self._ending = threading.Lock()
@@ -138,7 +138,7 @@ class Channel:
         if not self._closing.is_set():
             with self._sending:
                 for connection in self._peers:
-                    with suppress(OSError):  # the thread that listens to it acts
+                    with suppress(OSError):  # the thread that listens to it reacts
                         connection.send_bytes(message)
 
     def receive(self) -> bytes:
@@ -148,7 +148,7 @@ class Channel:
     def close(self) -> None:
         """Send the farewell: once this process has ended, the peers end with status 0.
 
-        Until then they take part in running forwards.
+        Until then, they still take part in forwards that have begun.
         """
         self.send(_END)
         self._closing.set()
@@ -158,7 +158,7 @@ class Channel:
             self.send(_BEAT)
 
     def _listen(self, rank: int, connection: Connection) -> None:
-        """Receive a rank's messages until it is gone."""
+        """Receive a rank's messages until it disconnects."""
         what = "is gone"
         with suppress(OSError, EOFError):
             while connection.poll(_SECONDS_SILENT):
@@ -169,13 +169,13 @@ class Channel:
                     self._messages.put(message)
             what = f"has been silent for {_SECONDS_SILENT:g} seconds"
         if self._may_end:
-            os._exit(0)  # wherever the main thread is: it has nothing to finish
+            os._exit(0)  # whatever the main thread is doing, it has nothing to finish
         if not self._closing.is_set():
             self.end(f"Error: rank {rank} {what}, so rank {self._rank} ends, too")
 
     def end(self, line: str) -> NoReturn:
-        """End this process with an error line. If it is rank 0, the others then end without one."""
-        self._ending.acquire()  # for good: only one rank is named
+        """End this process with an error line. After rank 0, the others end without one."""
+        self._ending.acquire()  # never released, so that only one rank is named
         self.on_loss(line)
         if self._rank == 0:
             self.send(_END)

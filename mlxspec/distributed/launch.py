@@ -1,7 +1,4 @@
-"""A process that ``mlx.launch`` has started: its rank, its output, its end, and its signals.
-
-Nothing here imports MLX.
-"""
+"""A process started by ``mlx.launch``: its rank, output, end and signals, without importing MLX."""
 
 from __future__ import annotations
 
@@ -15,22 +12,22 @@ from typing import NoReturn
 
 
 def launched_rank() -> int | None:
-    """The rank that ``mlx.launch`` gave this process; None without it."""
+    """The rank that ``mlx.launch`` gave this process; None without ``mlx.launch``."""
     rank = os.environ.get("MLX_RANK", "")
     return int(rank) if rank.isdecimal() else None
 
 
 def silence_followers() -> None:
-    """Silence the standard streams of all ranks but 0, which only write with :func:`end_with`."""
+    """Silence the standard streams of all ranks except 0; they write only with :func:`end_with`."""
     if launched_rank():
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def end_with(line: str) -> NoReturn:
-    """Write a line to standard error, and end the process, from any thread and at any rank.
+    """Write a line to standard error and end the process, from any thread of any rank.
 
-    The main thread may be waiting inside MLX for a rank that will never answer, where no
-    exception reaches it.
+    An exception would not reach the main thread while it waits inside MLX for a rank that will
+    never answer.
     """
     os.write(2, f"{' '.join(line.split())}\n".encode(errors="replace"))
     os._exit(1)
@@ -40,7 +37,7 @@ def end_with(line: str) -> NoReturn:
 def uninterrupted() -> Iterator[None]:
     """Delay an interrupt until the block has ended.
 
-    Otherwise the followers would wait forever for a forward that the leader announced but did not
+    Otherwise the followers would wait for ever for a forward that the leader announced but did not
     run. Python interrupts only the main thread.
     """
     if threading.current_thread() is not threading.main_thread():

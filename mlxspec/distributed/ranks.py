@@ -1,4 +1,4 @@
-"""The ranks of a split model: rank 0 leads, and the others do with their parts what it does."""
+"""The ranks of a split model: rank 0 leads, and the others repeat its operations on their parts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafting.drafter import DraftTree
 from ..engine.joint import Joint, JointRows
-from ..engine.target import Target, vocabulary_size
+from ..engine.target import Target
 from ..errors import LoadError, MlxspecError
 from ..models.model import evaluate, load
 from .channel import Channel, meet
@@ -37,12 +37,12 @@ _log = logging.getLogger(__name__)
 def load_shard(
     path_or_repo: str | Path, group: mx.distributed.Group
 ) -> tuple[nn.Module, TokenizerWrapper]:
-    """Load this rank's part of a model, which mlx-lm's ``shard`` splits over the ranks of a group.
+    """Load this rank's part of a model, which mlx-lm splits over the ranks of a group.
 
-    Weights are read one after another, and only this rank's part of each stays in memory.
+    Weights are read one by one, and only this rank's part of each stays in memory.
 
     Args:
-        path_or_repo: as for :func:`mlxspec.load`; every rank has or downloads the files.
+        path_or_repo: as for :func:`mlxspec.load`; every rank reads its own copy of the files.
         group: the ranks.
 
     Raises:
@@ -59,8 +59,8 @@ def load_shard(
 def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
     """Keep only this rank's part of a model, without evaluating it.
 
-    Layers are replaced by sharded ones (tensor parallel) where mlx-lm's model has ``shard``. Where
-    it has only ``pipeline``, each rank keeps some of the layers, and the ranks take turns.
+    If mlx-lm's model has ``shard``, layers are replaced by sharded ones (tensor parallel). If it
+    only has ``pipeline``, each rank keeps some of the layers, and the ranks take turns.
 
     Raises:
         LoadError: mlx-lm cannot split this architecture, or its heads or layers over this many
@@ -79,18 +79,19 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
     try:
         if model.is_pipeline:
             model.model.pipeline(group)
-            # Rank 0 finds out by its own caches what all can do.
+            # Rank 0's caches must show what all ranks can do.
             if _kinds(model) != kinds:
-                raise ValueError("a part has not all kinds of layers")
+                raise ValueError("a part lacks some kind of layer")
         else:
             model.shard(group)
             for place, part in _numbers(model).items():
                 before = whole.get(place, part)
-                repeated = part == 1 and size % before == 0  # heads are copied if too few
-                # With a remainder the model would run, but compute something else.
+                repeated = part == 1 and size % before == 0  # too few heads are copied
+                # With a remainder, the model would run but compute something else.
                 if part not in (before, before / size) and not repeated:
                     raise ValueError(f"{place}: {before} divided by {size}")
-        vocabulary_size(model)  # builds a forward, which fails if other shapes do not divide
+        # The graph of a forward cannot be built if other shapes do not fit.
+        model(mx.array([[0]]), cache=make_prompt_cache(model))
     except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
         what = "layers" if model.is_pipeline else "key-value heads"
         raise LoadError(
@@ -111,20 +112,20 @@ def _numbers(model: nn.Module) -> dict[str, int]:
 
 
 def share(trees: Sequence[DraftTree], tokens: Sequence[mx.array] = ()) -> list[mx.array]:
-    """The tokens of each tree, (rows,), at every rank.
+    """The tokens of each tree, (rows,), on every rank.
 
-    A pipelined token is only in rank 0's MLX. It is never read into Python. Ranks cannot choose for
-    themselves, because the logits of different chips need not be equal.
+    A pipelined token exists only in rank 0's MLX, and is never read into Python. Ranks cannot
+    choose it themselves, because the logits of different chips may differ.
 
     Args:
-        trees: with tokens that are all known, or of one row each, none of which is known.
-        tokens: of each tree, at rank 0; the others pass none.
+        trees: either all tokens are known, or each tree has one row, whose token is unknown.
+        tokens: the tokens of each tree, on rank 0; the others pass none.
     """
     if trees[0].tokens[0] >= 0:
         return [mx.array(tree.tokens) for tree in trees]
     own = mx.concatenate([*tokens]) if tokens else mx.zeros(len(trees))
     shared = mx.distributed.all_sum(own.astype(mx.uint32))
-    # In a pipeline, no value of rank 0's forward depends on it, and the others would wait.
+    # In a pipeline, rank 0's forward does not depend on it, and the others would wait for ever.
     mx.async_eval(shared)
     return [shared[n : n + 1] for n in range(len(trees))]
 
@@ -136,12 +137,12 @@ Made = TypeVar("Made", bound=Target | Joint)
 class Leader:
     """Rank 0's end of the channel. Models that it loads have it as their ``leader``.
 
-    All that rank 0 changes in the memory of MLX, the followers change, too. Models, targets and
-    joints have numbers, which stand for them in messages. A message is a function with its
-    arguments, the number of its result if that is kept, and the numbers that nobody uses any more.
+    Whatever rank 0 changes in MLX's memory, the followers change, too. Models, targets and joints
+    have numbers, which stand for them in messages. A message has a function, its arguments, the
+    number of its result if that is kept, and the numbers of objects that are no longer used.
 
-    Threads take turns, since MLX runs the operations of each thread by themselves, and the
-    followers have one thread only.
+    Threads take turns, since MLX runs each thread's operations separately, and followers have only
+    one thread.
 
     Args:
         group: the ranks.
@@ -154,7 +155,7 @@ class Leader:
         self._numbers = count()
         self._dropped: list[int] = []
         self._busy: set[int] = set()
-        """The numbers of what takes part in the call that is being repeated."""
+        """The numbers of the objects in the call that is being repeated."""
         self._turn = threading.RLock()
         self._thread = threading.get_ident()
         self._dispatched = mx.array(0)
@@ -173,15 +174,15 @@ class Leader:
         return model, tokenizer
 
     def target(self, *args: Any) -> LeadingTarget:
-        """Make a target at every rank, with the arguments of :class:`Target`."""
+        """Make a target on every rank, with the arguments of :class:`Target`."""
         return self.share_result(LeadingTarget(*args), Target, *args)
 
     def joint(self, *args: Any) -> LeadingJoint:
-        """Make a joint at every rank, with the arguments of :class:`Joint`."""
+        """Make a joint on every rank, with the arguments of :class:`Joint`."""
         return self.share_result(LeadingJoint(*args), Joint, *args)
 
     def share_result(self, made: Made, function: Callable[..., Any], *args: Any) -> Made:
-        """Let the followers make what this rank has made, and repeat what is done with it."""
+        """Let the followers make the same object as this rank, and repeat the operations on it."""
         number = next(self._numbers)
         self._send(function, args, number)
         self._number(made, number)
@@ -192,25 +193,25 @@ class Leader:
         made.number = number
 
     def run(self, function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
-        """Call a function with the model, at every rank."""
+        """Call a function with the model on every rank."""
         with self.repeating(function, model, *args):
             return function(model, *args)
 
     def leads(self, made: LeadingTarget | LeadingJoint) -> bool:
-        """Whether calls are repeated: not while it is made, nor inside a repeated call."""
+        """Whether calls are repeated: not while the object is made, nor inside a repeated call."""
         return made.number >= 0 and made.number not in self._busy
 
     def fail(self, error: Exception) -> NoReturn:
-        """End all ranks after an error in what they do together.
+        """End all ranks after an error in a common operation.
 
-        The followers wait for values that will not come, and whatever is sent waits behind them.
+        The followers wait for values that will never come, and would not read any message.
         """
         time.sleep(_SECONDS_TO_NOTICE)
         _log.error("rank 0 has failed", exc_info=error)
         self.channel.end(_error_line(0, error))
 
     def dispatched(self, logits: mx.array) -> mx.array:
-        """Compute logits without waiting: the other ranks wait for values of the same forward."""
+        """Start computing logits, since the other ranks wait for values of the same forward."""
         mx.async_eval(logits)
         self._dispatched = logits
         return logits
@@ -219,15 +220,15 @@ class Leader:
     def repeating(
         self, function: Callable[..., Any], *args: Any, result: int | None = None
     ) -> Iterator[None]:
-        """Send a call; in the block it is done here, to its end even if interrupted.
+        """Send a call to the followers; the block runs it here, and interrupts wait for its end.
 
-        A ValueError, such as that of a window that cannot be cut, is the same at every rank, and a
-        model that cannot be loaded ends the command. After other errors all end.
+        A ValueError, such as for a window that cannot be cut, is the same on every rank, and a
+        model that cannot be loaded ends the command. After other errors, all ranks end.
 
         Args:
             function: a function or class of mlxspec.
-            args: its arguments: what can be pickled, and what has a number.
-            result: the number of its result; None if it is not kept.
+            args: its arguments: objects that can be pickled or have a number.
+            result: the number for its result; None if it is not kept.
         """
         with uninterrupted(), self._turn, mx.stream(generation_stream):
             if self._thread != threading.get_ident():
@@ -247,7 +248,7 @@ class Leader:
     def _send(
         self, function: Callable[..., Any], args: Sequence[Any], result: int | None
     ) -> set[int]:
-        """Let the followers call a function; returns the numbers among its arguments."""
+        """Let the followers call a function; return the numbers among its arguments."""
         with self._turn:
             # One by one: the garbage collector may add to them at any time.
             dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
@@ -259,7 +260,7 @@ class Leader:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes the number of what has one."""
+    """Pickles objects that have a number as that number."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
@@ -288,7 +289,7 @@ class LeadingTarget(Target):
     """A target whose forwards and cache changes the followers repeat.
 
     Attributes:
-        number: stands for it in messages, once the followers have it.
+        number: stands for the target in messages, once the followers have it.
     """
 
     number = -1
@@ -299,11 +300,11 @@ class LeadingTarget(Target):
     mark = _repeated(Target.mark)
     truncate = _repeated(Target.truncate)
     rewind = _repeated(Target.rewind)
-    # The leader has moved its rows already.
+    # The leader has already moved its rows; followers have not.
     commit_moved = _repeated(Target.commit_moved, Target.commit)
 
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
-        """As :meth:`Target.forward`, but dispatched."""
+        """Like :meth:`Target.forward`, but dispatched at once: the other ranks wait for it."""
         leader = self.model.leader
         if not leader.leads(self):
             return super().forward(tokens, tree)
@@ -317,7 +318,7 @@ class LeadingTarget(Target):
 
 
 class LeadingJoint(Joint):
-    """A joint whose forwards the followers repeat; its targets are leading ones."""
+    """A joint whose forwards the followers repeat; its targets are :class:`LeadingTarget`."""
 
     number = -1
 
@@ -325,7 +326,7 @@ class LeadingJoint(Joint):
     leave = _repeated(Joint.leave)
 
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
-        """As :meth:`Joint.forward`, but dispatched."""
+        """Like :meth:`Joint.forward`, but dispatched at once: the other ranks wait for it."""
         leader = self.model.leader
         targets, tokens, trees = zip(*members, strict=True)
         with leader.repeating(_forward, self, targets, trees):
@@ -342,7 +343,7 @@ def _load(name: str) -> nn.Module:
 
 
 def _forward(runs: Target | Joint, targets: Sequence[Target], trees: Sequence[DraftTree]) -> None:
-    """Run a follower's part of a forward of a target, or of a joint."""
+    """Run a follower's part of a forward of a target or a joint."""
     tokens = share(trees)
     if isinstance(runs, Joint):
         logits, _ = runs.forward([*zip(targets, tokens, trees, strict=True)])
@@ -351,15 +352,15 @@ def _forward(runs: Target | Joint, targets: Sequence[Target], trees: Sequence[Dr
     mx.async_eval(logits)  # the other ranks need its values; this rank does not read the logits
 
 
-_CALLS_BETWEEN_CLEARING = 512  # outgrown buffers then go to the system, as in the decoding loop
-_SECONDS_TO_NOTICE = 3.0  # for the channel to notice that a rank is gone, after an error in MLX
+_CALLS_BETWEEN_CLEARING = 512  # returns outgrown buffers to the system, as in decoding
+_SECONDS_TO_NOTICE = 3.0  # for the channel to notice a lost rank after an error in MLX
 
 
 @contextmanager
 def taking_part() -> Iterator[Leader]:
     """Form the group of the ranks that ``mlx.launch`` has started.
 
-    Only rank 0 runs the block. The other ranks follow it, and end when it ends.
+    Only rank 0 runs the block. The other ranks follow, and end when it ends.
 
     Raises:
         MlxspecError: the ranks cannot be connected.
@@ -367,14 +368,16 @@ def taking_part() -> Iterator[Leader]:
     try:
         group = mx.distributed.init()
     except (RuntimeError, ValueError) as error:
-        raise MlxspecError(f"the ranks cannot be connected: {error}") from error
+        raise MlxspecError(
+            f"the ranks cannot be connected ({error}): give mlx.launch -n 2 or more, or two hosts"
+        ) from error
     if group.rank() > 0:
         _follow_to_the_end(group)
     channel = meet(group)
     try:
         yield Leader(group, channel)
     except RuntimeError:
-        time.sleep(_SECONDS_TO_NOTICE)  # if a rank is gone, the channel says so and ends
+        time.sleep(_SECONDS_TO_NOTICE)  # if a rank is lost, the channel reports it and ends
         raise
     finally:
         # The followers may still take part in a running forward.
@@ -384,7 +387,7 @@ def taking_part() -> Iterator[Leader]:
 
 def _follow_to_the_end(group: mx.distributed.Group) -> NoReturn:
     """Follow rank 0 until the process ends, with its farewell or with an error line."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it too, and acts on it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it, too, and handles it
     try:
         channel = meet(group)
     except Exception as error:
@@ -395,18 +398,18 @@ def _follow_to_the_end(group: mx.distributed.Group) -> NoReturn:
             while True:
                 follower.obey(channel.receive())
     except Exception as error:
-        time.sleep(_SECONDS_TO_NOTICE)  # rank 0 may have the same error, and report it
+        time.sleep(_SECONDS_TO_NOTICE)  # rank 0 may report the same error first
         channel.end(_error_line(group.rank(), error))
 
 
 def _error_line(rank: int, error: Exception) -> str:
-    """What a rank says of the error that ends it."""
+    """The line about the error that ends a rank."""
     kind = "" if isinstance(error, MlxspecError) else f"{type(error).__name__}: "
     return f"Error: rank {rank}: {kind}{error}"
 
 
 class Follower:
-    """Does on this rank's part of the models what the leader sends.
+    """Repeats the leader's operations on this rank's parts of the models.
 
     Attributes:
         known: models, targets and joints, by their numbers.
@@ -417,7 +420,7 @@ class Follower:
         self._calls = count(1)
 
     def obey(self, message: bytes) -> None:
-        """Forget what the leader has dropped, and call the function of a message.
+        """Forget objects that the leader has dropped, and call the function of a message.
 
         Raises:
             LoadError: this rank cannot load its part of a model.
@@ -429,7 +432,7 @@ class Follower:
         # target, which the followers have dropped.
         if args[0] is None:
             return
-        with suppress(ValueError):  # the leader has the same, and knows what to do
+        with suppress(ValueError):  # the leader has the same error, and handles it
             made = function(*args)
             if result is not None:
                 self.known[result] = made
@@ -438,7 +441,7 @@ class Follower:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads a message, which may name ranges and what is in mlxspec, and nothing else."""
+    """Reads a message, which may name only ranges and objects of mlxspec."""
 
     def __init__(self, file: IO[bytes], known: Mapping[int, Any]) -> None:
         super().__init__(file)
@@ -452,6 +455,6 @@ class _Unpickler(pickle.Unpickler):
             return range
         if module.startswith("mlxspec."):
             found = super().find_class(module, name)
-            if found.__module__.startswith("mlxspec."):  # not what a file of ours has imported
+            if found.__module__.startswith("mlxspec."):  # not something that our files import
                 return found
-        raise pickle.UnpicklingError(f"{module}.{name} is not mlxspec's")
+        raise pickle.UnpicklingError(f"{module}.{name} is not part of mlxspec")

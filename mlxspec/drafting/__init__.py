@@ -1,1 +1,1 @@
-"""Drafting: guesses the next tokens from text. Imports neither MLX nor models."""
+"""Drafting: guesses the next tokens from text, without MLX or models."""

@@ -27,7 +27,7 @@ class Corrections(dict[int, float]):
         """Learn whether a continuation was right.
 
         Args:
-            features: the continuation's.
+            features: the continuation's features.
             logit: the logit of its p_accept, without corrections.
             right: whether it was right.
         """
@@ -44,7 +44,7 @@ def probability(logit: float) -> float:
 _NOTHING = repeat(0.0)  # the weights of features that were never seen
 
 
-# The kinds of tokens; some are easier to predict than others.
+# The classes of tokens; some are easier to predict than others.
 WORD_START, CONTINUATION, PUNCTUATION, DIGIT, BYTE_OR_NEWLINE, SPECIAL = range(6)
 SPACED_PUNCTUATION, UNKNOWN = 6, 7
 _N_CLASSES = 8
@@ -59,7 +59,7 @@ def token_classes(pieces: Iterable[str], special: Container[int]) -> bytes:
         special: the ids of control tokens.
 
     Returns:
-        the kind of each token id.
+        the class of each token id.
     """
     return bytes(
         SPECIAL if token in special else _class_of(piece) for token, piece in enumerate(pieces)
@@ -86,17 +86,17 @@ def _class_of(piece: str) -> int:
 _MAX_LENGTH = 512  # longer matches count as this long
 _LOWEST, _HIGHEST = 1e-4, 0.998
 
-# Smaller errors of a p_accept teach nothing, which saves most of the learning in long copies. So
+# Smaller errors of a p_accept are ignored, which saves most of the learning in long copies. So
 # p_accept rarely rises above 0.99.
 _SURE = 0.01
 _FIRST_HIT_RATE, _CHANGE = 0.3, 0.1  # of the best continuations
 
-# The features that experience corrects are numbered. Each kind of feature starts after the values
-# of the previous kind. Tokens, whose number is unlimited, come last.
-# Forms of a continuation: without a competitor, the best of several, one of the others.
+# Features have numbers, by which experience stores their weights. Each kind of feature starts after
+# the values of the previous kind. Tokens, whose number is unlimited, come last. Forms of a
+# continuation: without a competitor, the best of several, one of the others.
 _FORMS, _LOWER_RANKED = 3, 2
 _LONGEST_RUN = 10  # as a power of two
-_LENGTH_BOUNDS = (1, 2, 3, 4, 5, 6, 8, 12, 20, 32)  # of the classes of a match's length
+_LENGTH_BOUNDS = (1, 2, 3, 4, 5, 6, 8, 12, 20, 32)  # of the classes of match lengths
 _NO_GAP = 5
 _RUN = 0
 _CLASSES = _RUN + 2 * (_LONGEST_RUN + 1)
@@ -104,7 +104,7 @@ _LENGTH = _CLASSES + _N_CLASSES**2
 _GAP = _LENGTH + _FORMS * (len(_LENGTH_BOUNDS) + 1)
 _IN_PROMPT = _GAP + _NO_GAP + 1
 TOKEN_FEATURES = _IN_PROMPT + _FORMS * 2
-"""Features from this number on are tokens, whose weights reveal texts."""
+"""Features from this number on stand for tokens; their weights would reveal texts."""
 
 
 Estimate = tuple[float, float, tuple[int, ...]]
@@ -121,7 +121,7 @@ class AcceptanceModel:
     for the others. They were fitted on replayed outputs and are in ``p_accept_prior.json``.
 
     Args:
-        classes: the kind of each token id; tokens beyond the end are UNKNOWN.
+        classes: the class of each token id; tokens beyond the end are UNKNOWN.
         earlier: whether the texts are earlier ones instead of the context.
     """
 
@@ -135,15 +135,15 @@ class AcceptanceModel:
         """Start a generation.
 
         Args:
-            corrections: the corrections of earlier generations; all of them learn, and the first
-                is used. The default is a new one for this generation alone.
+            corrections: the corrections of earlier generations; all of them learn, and the first is
+                used. By default, a new one for this generation only.
             output_start: where the output begins in the index's text.
         """
         self._corrections = corrections or [Corrections()]
         self._output_start = output_start
         self._hit_rate = _FIRST_HIT_RATE
         self._logit_hit_rate = _logit(self._hit_rate)
-        self._run = 0  # tokens in a row whose best continuation was right
+        self._run = 0  # consecutive tokens whose best continuation was right
 
     def estimate(
         self, found: Sequence[Continuation], end: int, depth: int, before: int, limit: int
@@ -153,66 +153,55 @@ class AcceptanceModel:
         Args:
             found: all continuations of the node, best first.
             end: the length of the indexed text.
-            depth: the node's; 0 for the root, the text's last token.
-            before: the node's own token.
+            depth: the node's depth; 0 for the root, the text's last token.
+            before: the node's token.
             limit: the most continuations to estimate.
         """
         occurrences = sum([len(continuation.occurrences) for continuation in found])
-        return [
-            self._estimate(found, rank, occurrences, end, depth, before)
-            for rank in range(min(len(found), limit))
-        ]
-
-    def _estimate(
-        self,
-        found: Sequence[Continuation],
-        rank: int,
-        occurrences: int,
-        end: int,
-        depth: int,
-        before: int,
-    ) -> Estimate:
-        token, matched, newest, agreed = found[rank]
-        if rank > 0:
-            weights, form, gap = self._lower_ranked, _LOWER_RANKED, _NO_GAP
-        elif len(found) > 1:  # by how many tokens its match is longer than the next one's
-            gap = min(found[0].length - found[1].length, _NO_GAP - 1)
-            weights, form = self._divided, 1
-        else:
-            weights, form, gap = self._unanimous, 0, _NO_GAP
         classes = self._classes
-        token_class = classes[token] if token < len(classes) else UNKNOWN
         class_before = classes[before] if before < len(classes) else UNKNOWN
-        logit = (
-            weights["by_length"][min(matched + depth, _MAX_LENGTH)]
-            + (weights["by_rank"][min(rank, 4)] if rank else weights["by_gap"][gap])
-            + weights["hit_rate"] * self._logit_hit_rate
-            + weights["share"] * len(agreed) / occurrences
-            + weights["log_agreeing"] * log(len(agreed))
-            + weights["log_occurrences"] * log(occurrences)
-            + (weights["earlier"] if self._earlier else weights["log_age"] * log(end - newest + 1))
-            + weights["class"][token_class]
-            + weights["class_before"][class_before]
-            + (0.0 if depth else weights["first"])
-        )
-        in_prompt = not self._earlier and newest + depth < self._output_start
-        features = (
-            _RUN + 2 * min((self._run + depth).bit_length(), _LONGEST_RUN) + (depth > 0),
-            _CLASSES + _N_CLASSES * class_before + token_class,
-            _LENGTH + _FORMS * bisect(_LENGTH_BOUNDS, matched) + form,
-            _GAP + gap,
-            _IN_PROMPT + form + _FORMS * in_prompt,
-            TOKEN_FEATURES + token,
-        )
-        p_accept = 1 / (1 + exp(-logit - self._corrections[0].logit(features)))
-        return min(max(p_accept, _LOWEST), _HIGHEST), logit, features
+        estimates: list[Estimate] = []
+        for rank, (token, matched, newest, agreed) in enumerate(found[:limit]):
+            if rank > 0:
+                weights, form, gap = self._lower_ranked, _LOWER_RANKED, _NO_GAP
+            elif len(found) > 1:  # how many tokens longer its match is than the next one's
+                gap = min(found[0].length - found[1].length, _NO_GAP - 1)
+                weights, form = self._divided, 1
+            else:
+                weights, form, gap = self._unanimous, 0, _NO_GAP
+            token_class = classes[token] if token < len(classes) else UNKNOWN
+            age = log(end - newest + 1)
+            logit = (
+                weights["by_length"][min(matched + depth, _MAX_LENGTH)]
+                + (weights["by_rank"][min(rank, 4)] if rank else weights["by_gap"][gap])
+                + weights["hit_rate"] * self._logit_hit_rate
+                + weights["share"] * len(agreed) / occurrences
+                + weights["log_agreeing"] * log(len(agreed))
+                + weights["log_occurrences"] * log(occurrences)
+                + (weights["earlier"] if self._earlier else weights["log_age"] * age)
+                + weights["class"][token_class]
+                + weights["class_before"][class_before]
+                + (0.0 if depth else weights["first"])
+            )
+            in_prompt = not self._earlier and newest + depth < self._output_start
+            features = (
+                _RUN + 2 * min((self._run + depth).bit_length(), _LONGEST_RUN) + (depth > 0),
+                _CLASSES + _N_CLASSES * class_before + token_class,
+                _LENGTH + _FORMS * bisect(_LENGTH_BOUNDS, matched) + form,
+                _GAP + gap,
+                _IN_PROMPT + form + _FORMS * in_prompt,
+                TOKEN_FEATURES + token,
+            )
+            p_accept = 1 / (1 + exp(-logit - self._corrections[0].logit(features)))
+            estimates.append((min(max(p_accept, _LOWEST), _HIGHEST), logit, features))
+        return estimates
 
     def learn(self, estimates: Sequence[Estimate], right: int | None) -> None:
         """Learn which of a node's continuations was right.
 
         Args:
             estimates: the estimates of the continuations, best first.
-            right: the rank of the right one, or None.
+            right: the rank of the right one, or None if none was.
         """
         tried = estimates if right is None else estimates[: right + 1]
         for rank, (p_accept, logit, features) in enumerate(tried):

@@ -1,7 +1,7 @@
 """Chips' cost curves, measured or estimated.
 
-``chips.json`` names the source of each. ``reported_chips.json`` has those that users have sent; it
-is made of ``benchmarks/reports``.
+``chips.json`` names the source of each. ``reported_chips.json`` has those that users have
+submitted; it is made from ``benchmarks/reports``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..errors import OptionError
 from .costs import CostCurve
 
 ESTIMATED = "≈"
-"""Marks estimates."""
+"""The mark for estimates."""
 
 ISSUES = "https://github.com/mlxspec/mlxspec/issues"
 REPORT_FORM = f"{ISSUES}/new?template=bench-report.yml"
-"""Where users send the figures of their machines."""
+"""The address where users submit the figures of their machines."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def known_chip(name: str) -> Chip:
     """Find a chip by name, ignoring case, spaces and a leading "Apple".
 
     Raises:
-        OptionError: no chip of that name has a curve; the message names the nearest chips.
+        OptionError: there is no curve for this name; the message names the nearest chips.
     """
     for known, chip in _known()["chips"].items():
         if _plain(known) == _plain(name):
@@ -100,7 +100,9 @@ def _known() -> dict[str, dict[str, Any]]:
 
 
 def _with_reports(known: dict[str, Any], reported: dict[str, Any]) -> dict[str, Any]:
-    """Add the chips of reports; a published curve keeps its name, since figures rest on it."""
+    """Add reported chips; built-in curves are not replaced, since published figures rest on
+    them.
+    """
     chips: dict[str, Any] = known["chips"]
     named = {f"{name} reported" if name in chips else name: of for name, of in reported.items()}
     nearest = {name: of for name, of in known["nearest"].items() if name not in named}

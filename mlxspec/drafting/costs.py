@@ -1,7 +1,8 @@
-"""The verify cost T(M)/T(1): what a step over M rows costs, in plain steps.
+"""The verify cost T(M)/T(1): the cost of a step over M rows, in plain steps.
 
-A :class:`CostCurve` is known and fixed. :class:`LiveTimes` are times by rows and context length
-that every step corrects. :class:`LiveCosts` are the costs that follow for one generation.
+A :class:`CostCurve` is fixed. :class:`LiveTimes` are times by rows and context length, corrected by
+every step. :class:`LiveCosts` are the costs that they give for one generation. :class:`StepTimes`
+are shown to users.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import copy
 import math
 import threading
 from bisect import bisect
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from statistics import median
 from typing import Annotated, Self
 
 import numpy as np
@@ -22,23 +25,23 @@ from ..errors import OptionError
 
 
 class CostCurve:
-    """T(rows) / T(1), linear between the points where it is known, and never falling.
+    """T(rows) / T(1), linear between known points, and never falling.
 
-    A step could be padded with unneeded rows, so a point that costs less than one of
-    fewer rows is noise, and counts as that one.
+    A step could be padded with unneeded rows. So if a point costs less than one with fewer rows,
+    that is noise, and it gets the cost of that one.
 
     Args:
         points: pairs of rows and cost, rows ascending; the first is (1, 1).
 
     Attributes:
         rows: the numbers of rows of the points.
-        widest: the most rows at which the cost is known; no draft is planned beyond.
+        widest: the most rows with a known cost; no wider draft is planned.
         table: ``table[rows]`` is the cost for 1 <= rows <= widest; ``table[0]`` is 0.
-        cheapest_rows: ``cheapest_rows[n]`` is the least that each row beyond 1 + n costs,
-            however many are added; infinite at the end.
+        cheapest_rows: ``cheapest_rows[n]`` is the lowest cost per row of adding any number of rows
+            to 1 + n; infinite at the end.
 
     Raises:
-        OptionError: the points make no such curve.
+        OptionError: the points do not form such a curve.
     """
 
     def __init__(self, points: Iterable[tuple[int, float]]) -> None:
@@ -57,7 +60,7 @@ class CostCurve:
         everywhere = np.arange(1, self.widest + 1)
         table = np.interp(everywhere, at, known)
         self.table: list[float] = [0.0, *table.tolist()]
-        # Per number of rows the least slope of a line to a later point.
+        # For each number of rows, the least slope of a line to a later point.
         further = at - everywhere[:, None]
         slopes = np.full(further.shape, np.inf)
         np.divide(known - table[:, None], further, out=slopes, where=further > 0)
@@ -73,8 +76,9 @@ class CostCurve:
 
 
 USUAL_SYNC_OVERHEAD = 0.02
-"""The sync overhead until some plain steps have waited for a token (notes/planner.md,
-"The wait for a token")."""
+"""The sync overhead to assume until plain steps have waited for a token (notes/planner.md, "The
+wait for a token").
+"""
 
 
 @dataclass
@@ -83,8 +87,8 @@ class FixedCosts:
 
     Attributes:
         curve: T(rows) / T(1).
-        sync_overhead: how much more a plain step costs if its forward is dispatched only after
-            the last token was read, as a share of a pipelined step.
+        sync_overhead: the extra cost of a plain step whose forward is dispatched only after the
+            last token was read, as a share of a pipelined step.
         wants_plain_steps: whether plain steps should run between drafted ones, to be measured.
     """
 
@@ -94,67 +98,67 @@ class FixedCosts:
 
     @property
     def hopeful(self) -> CostCurve:
-        """What drafts are planned with: the curve, since there is nothing to find out."""
+        """The curve to plan drafts with: ``curve``, since there is nothing to find out."""
         return self.curve
 
     def move_to(self, context: int) -> None:
-        """Nothing to do: they hold for all contexts."""
+        """Do nothing: the costs hold for all contexts."""
 
     def seconds(self, rows: int) -> float:
-        """The time of a step, in plain steps, since no clock was read."""
+        """The time of a step in plain steps, since real seconds are unknown."""
         return self.curve(rows)
 
-    def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
-        """Nothing to do: they stay as they are."""
+    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
+        """Do nothing: the costs stay as they are."""
 
     def end(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 WIDEST = 64
-"""Rows up to which costs are predicted; wider steps pay on no chip whose costs are known."""
+"""The most rows whose cost is predicted; wider steps pay on no known chip."""
 
 # Where these come from: notes/planner.md, "Constants".
-# Variances, all of natural logarithms of seconds. At first:
-_MACHINE_VARIANCE = 0.3**2  # a machine's speed may change between measurements
-_DRAFTED_VARIANCE = 0.14**2  # real drafts have to be proposed, and have other tokens than measured
-_OWN_SHARE = 0.5  # of the variance of a measured time; drafted steps have the rest in common
-_UNSEEN_VARIANCE = 0.11**2  # of a number of rows between two that were measured
-# Of a change from step to step:
+# Variances, all of natural logarithms of seconds. Initial ones:
+_MACHINE_VARIANCE = 0.3**2  # the machine's speed may change between measurements
+_DRAFTED_VARIANCE = 0.14**2  # real drafts must be proposed, and have other tokens
+_OWN_SHARE = 0.5  # of a measured time's variance; drafted steps share the rest
+_UNSEEN_VARIANCE = 0.11**2  # of a number of rows between two measured ones
+# Of changes from step to step:
 _MACHINE_CHANGE = 0.008**2
 _DRAFTED_CHANGE = 0.002**2
 _ROWS_CHANGE = 0.002**2
 # Of the noise of one step:
 _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.07**2, 0.4**2
 
-# What unmeasured row counts cost: the square root of their number, half-way between
-# rows that cost nothing and rows that cost a plain step each; published curves lie around it
-# (notes/planner.md, "Costs that nobody knows"). The exponent's standard error reaches both.
+# The cost of unmeasured numbers of rows is their square root, half-way between rows that cost
+# nothing and rows that cost a plain step each. Published curves lie around it (notes/planner.md,
+# "Costs that nobody knows"). The exponent's standard error reaches both extremes.
 _USUAL_EXPONENT, _EXPONENT_VARIANCE = 0.5, 0.35**2
 _USUAL_ROWS = (2, 4, 8, 16, 32)
-_WIDE = 8  # rows; where these were measured, wider steps follow from them
+_WIDE = 8  # rows; if these were measured, wider steps follow from them
 
-# What may be hoped of costs: a doubtful one is tried at this many standard errors less, counted
-# from what a measurement usually leaves open. Costs of steps wider than all that have run lately
-# are doubted more and more, all in the same direction.
+# Hope: an uncertain cost is assumed to be lower by this many standard errors, less the usual error
+# of a measurement. Costs of steps wider than any that ran lately become more and more uncertain,
+# all in the same direction.
 _HOPE, _USUAL_ERROR = 2.0, 0.3
 _STEPS_PER_DOUBT = 32
 _DOUBT_VARIANCE = 0.25**2
 _MOST_DOUBT = 1.0
-_FIRST_REACH = 4  # rows up to which there is hope where no draft ran lately
+_FIRST_REACH = 4  # rows up to which there is hope if no draft ran lately
 
 _NOISE_RATE = 0.05
 _NOISE_CLIP = 4.0  # variances
 _OUTLIER = 4.0  # standard deviations
-# Consecutive steps that make a deviation a lasting change; enough that a burst of another
-# program's work does not count as one.
+# After this many consecutive steps, a deviation counts as a lasting change. A burst of another
+# program's work is shorter.
 _LASTING = 8
-_NOTICEABLE = 0.02  # relative change of a cost that is worth a new curve
+_NOTICEABLE = 0.02  # relative change of a cost that requires a new curve
 
 STEP_SECONDS = 1e-6, 1e4
-"""No step takes less or more; other times were measured wrongly."""
+"""Bounds on a step's time; times outside were measured wrongly."""
 MOST_UNCERTAINTY = 10.0
-"""Relative; a time known no better than that is unknown."""
+"""A relative uncertainty from which a time counts as unknown."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,7 @@ class KnownTime:
         rows: rows of a step; 1 is a pipelined plain step.
         seconds: its wall time.
         uncertainty: relative standard error of ``seconds``.
-        steps: how many steps were measured, where these just were.
+        steps: how many steps were measured, in a measurement.
     """
 
     rows: Annotated[int, Field(strict=True, ge=1, le=WIDEST)]
@@ -176,16 +180,16 @@ class KnownTime:
 
 @dataclass(slots=True)
 class _Rows:
-    """What is known of one number of rows.
+    """The state for one number of rows.
 
     Attributes:
         times: seconds as measured, by context.
-        value: logarithm of what steps have shown these times to lack.
-        variance: of ``value``.
-        power: what the shared exponent is multiplied by.
-        in_curve: logarithm of its whole correction in the latest curves.
-        latest: error of its latest step; None before the first.
-        off: how many of its latest steps in a row were far off.
+        value: the logarithm of the correction that steps have shown.
+        variance: the variance of ``value``.
+        power: the factor of the shared exponent.
+        in_curve: the logarithm of its whole correction in the latest curves.
+        latest: the error of its latest step; None before the first.
+        off: how many of its latest consecutive steps were outliers.
     """
 
     times: list[float]
@@ -200,30 +204,31 @@ class _Rows:
 class LiveTimes:
     """T(rows, context): the time of a step, corrected by every step.
 
-    A step's time grows with the context in a straight line, since attention reads every position
-    of it. The line goes through the times that were measured at the two nearest lengths. If only
-    one length was measured, the context is taken to make no difference.
+    A step's time grows linearly with the context, since attention reads every position of it. The
+    line goes through the times measured at the two nearest lengths. If only one length was
+    measured, the context is assumed to make no difference.
 
-    The logarithm of a step's time is modelled as a sum: the measured time, the machine's speed now,
-    what drafted steps have in common, and what this number of rows adds. A Kalman filter (Kalman
-    1960) corrects all of them by each step's time, the uncertain ones most. It keeps the
-    covariances of what steps share: where a drafted step takes longer than predicted, the next
-    plain steps show whether the machine or the costs have changed. So a hot or busy machine changes
-    the first and not the costs, which are ratios. What a number of rows adds has a variance of its
-    own, and its first step settles most of it.
+    The logarithm of a step's time is modelled as a sum: the measured time, the machine's current
+    speed, a term shared by all drafted steps, and a term for this number of rows. A Kalman filter
+    (Kalman 1960) corrects all of them by each step's time, the uncertain terms most. It keeps the
+    covariances of the shared terms: if a drafted step takes longer than predicted, the next plain
+    steps show whether the machine or the costs have changed. So a hot or busy machine changes the
+    speed but not the costs, which are ratios. The term for a number of rows has its own variance,
+    and its first step settles most of it.
 
-    Where wide steps were never measured, rows begin with what they usually cost: a power of
-    their number whose exponent is shared, too, so one real step corrects them all.
+    If wide steps were never measured, rows begin with their typical cost: a power of their number
+    whose exponent is also shared, so one real step corrects them all.
 
-    A step that is far off is ignored, until several in a row with as many rows are. Where all
-    others were, too, it is the machine that has changed.
+    An outlier is ignored, until several consecutive steps with the same number of rows are
+    outliers. If all steps were, the machine has changed.
 
-    What looks expensive is not drafted, and would never be corrected. So drafts are planned with
-    the :meth:`hopeful` curve, and costs that no step has shown lately become uncertain.
+    Drafts that look expensive are not made, so their costs would never be corrected. So drafts are
+    planned with the :meth:`hopeful` curve, and costs that no step has shown lately become
+    uncertain.
 
     Args:
-        known: per context length, measured times in any order, one of them of a plain step.
-            However noisy they are, all that the curves say is finite.
+        known: for each context length, measured times in any order, including a plain step's.
+            However noisy they are, the curves are finite.
 
     Attributes:
         overhead: the sync overhead, a running average.
@@ -238,8 +243,8 @@ class LiveTimes:
         errors = {rows: time.uncertainty for rows, time in measured[0].items()}
         plain = errors.pop(1)
         seconds = _completed([{r: t.seconds for r, t in times.items()} for times in measured])
-        # What steps share, and its covariances: logarithms of the machine's speed now, and of
-        # what drafted steps have in common; the usual exponent.
+        # The shared terms, and their covariances: the logarithms of the machine's current speed and
+        # of the drafted steps' term; the usual exponent.
         self._shared = np.array([0.0, 0.0, _USUAL_EXPONENT])
         drafted = _DRAFTED_VARIANCE + plain**2
         self._covariance = np.diag([_MACHINE_VARIANCE, drafted, _EXPONENT_VARIANCE])
@@ -255,9 +260,9 @@ class LiveTimes:
                     self._rows[rows] = self._unseen(rows)
         self._steps_since_doubt, self._widest_since_doubt, self._reach = 0, 1, _FIRST_REACH
         self._doubt, self._beyond = 0.0, WIDEST  # variance of the costs of more rows than these
-        # Where plain steps scattered so much that T(1) is hardly known, others will scatter, too.
+        # If plain steps scattered so much that T(1) is hardly known, others will scatter, too.
         self._noise = min(max(_FIRST_NOISE, plain**2), _MOST_NOISE)
-        self._off = 0  # how many of the latest steps in a row were far off
+        self._off = 0  # how many of the latest consecutive steps were outliers
         self.overhead = USUAL_SYNC_OVERHEAD
         self._curves: dict[int, tuple[CostCurve, CostCurve]] = {}
         self._forget_curves()
@@ -267,31 +272,33 @@ class LiveTimes:
         return self._both(context)[0]
 
     def hopeful(self, context: int) -> CostCurve:
-        """The least that steps plausibly cost: below :meth:`curve` where it is uncertain.
+        """The lowest plausible costs: below :meth:`curve` where it is uncertain.
 
-        There is hope for few rows, and for up to twice as many as have run lately.
+        There is hope for small numbers of rows, and for up to twice as many as ran lately.
         """
         return self._both(context)[1]
 
     @property
     def slowdown(self) -> float:
-        """Time of a plain step now against the measured one; above 1 on a hot or busy machine."""
+        """The current time of a plain step relative to the measured one; above 1 on a hot or busy
+        machine.
+        """
         return math.exp(self._shared[0])
 
     @property
     def stddev(self) -> float:
-        """Relative standard error that the costs of all drafted steps have in common.
+        """The relative standard error shared by the costs of all drafted steps.
 
-        It becomes small only where both plain and drafted steps run.
+        It becomes small only if both plain and drafted steps run.
         """
         return math.sqrt(max(self._covariance[1, 1], 0.0))
 
     def seconds(self, rows: int, context: int) -> float:
-        """The wall time that a step would take now."""
+        """The predicted wall time of a step."""
         return self.slowdown * self._time(self._plain, context) * self.curve(context)(rows)
 
     def record(self, rows: int, context: int, seconds: float) -> None:
-        """Learn from a step over ``rows`` rows, 1 being a pipelined plain step."""
+        """Learn from a step over ``rows`` rows; 1 is a pipelined plain step."""
         if not 1 <= rows <= WIDEST or not STEP_SECONDS[0] <= seconds <= STEP_SECONDS[1]:
             return
         own = self._plain if rows == 1 else self._rows.get(rows)
@@ -307,7 +314,7 @@ class LiveTimes:
         error = math.log(seconds) - expected
         covariance = self._covariance + change
         doubt = self._doubt if rows > self._beyond else 0.0
-        # Rounding may leave a little less than nothing of what is known well.
+        # Rounding can make a small variance slightly negative.
         alone = own.variance + doubt + self._noise
         variance = max(float(parts @ covariance @ parts), 0.0) + alone
         if own.latest is not None:
@@ -319,20 +326,20 @@ class LiveTimes:
             if own.off < _LASTING:
                 self._covariance = covariance
                 return
-            if self._off >= _LASTING:  # no other step was right: it is the machine
+            if self._off >= _LASTING:  # no step was as predicted: the machine has changed
                 covariance = covariance + _MACHINE_VARIANCE * np.outer(_MACHINE, _MACHINE)
-            elif rows == 1:  # drafted steps were right: what they take remains, in other plain ones
+            elif rows == 1:  # drafted steps were as predicted: only plain steps have changed
                 covariance = covariance + _MACHINE_VARIANCE * np.outer(_PLAIN_ALONE, _PLAIN_ALONE)
             else:
                 own.variance += _MACHINE_VARIANCE
             variance += _MACHINE_VARIANCE
         own.off = self._off = 0
-        # The error is spread over all that the step's time is the sum of, the uncertain first.
+        # The error is spread over all terms of the step's time, mostly to the uncertain ones.
         gain, shared = error / variance, covariance @ parts
         self._shared = self._shared + gain * shared
         self._covariance = covariance - shared[:, None] * (shared / variance)
         own.value += own.variance * gain
-        settled = (own.variance + doubt) / variance  # by this step, of both together
+        settled = (own.variance + doubt) / variance  # the part of both that this step explains
         own.variance -= own.variance * settled
         if doubt:
             for other_rows, other in self._rows.items():
@@ -344,7 +351,10 @@ class LiveTimes:
             self._forget_curves()
 
     def ran(self, rows: int) -> None:
-        """Count a step, recorded or not: costs of wider ones become doubtful."""
+        """Count a step, recorded or not.
+
+        From time to time, the costs of steps wider than all recent ones become less certain.
+        """
         self._widest_since_doubt = max(self._widest_since_doubt, rows)
         self._steps_since_doubt += 1
         if self._steps_since_doubt < _STEPS_PER_DOUBT:
@@ -356,10 +366,10 @@ class LiveTimes:
         self._forget_curves()
 
     def known(self, *, assumed: bool = True) -> dict[int, list[KnownTime]]:
-        """What is now known, per measured context length, as times at the machine's usual speed.
+        """The times known now, for each measured context length, at the machine's usual speed.
 
         Args:
-            assumed: whether costs that were neither measured nor run are included.
+            assumed: whether to include rows that were neither measured nor run.
         """
         exponent = max(self._covariance[2, 2], 0.0)
         found = {}
@@ -369,7 +379,7 @@ class LiveTimes:
             for rows, own in sorted(self._rows.items()):
                 if assumed or rows <= self._measured or own.latest is not None:
                     seconds = self._time(own, context) * math.exp(self._correction(own))
-                    # With its doubt, or short processes would believe wrong times for ever.
+                    # Include the doubt, or short processes would trust wrong times for ever.
                     doubt = self._doubt / _OWN_SHARE if rows > self._beyond else 0.0
                     variance = own.variance + doubt + exponent * own.power**2
                     times.append(KnownTime(rows, seconds, math.sqrt(variance)))
@@ -377,7 +387,7 @@ class LiveTimes:
         return found
 
     def _time(self, own: _Rows, context: int) -> float:
-        """The measured time, at a context length."""
+        """The measured time at a context length."""
         if len(own.times) == 1 or context <= self._contexts[0]:
             return own.times[0]
         end = min(bisect(self._contexts, context), len(self._contexts) - 1)
@@ -386,7 +396,7 @@ class LiveTimes:
         return low + (high - low) * (context - start) / (stop - start)
 
     def _correction(self, own: _Rows) -> float:
-        """The logarithm of the factor by which drafted steps of these rows exceed the measured."""
+        """The logarithm of the ratio of a drafted step's time to the measured one."""
         return float(self._shared[1] + own.value + self._shared[2] * own.power)
 
     def _forget_curves(self) -> None:
@@ -395,7 +405,7 @@ class LiveTimes:
             own.in_curve = self._correction(own)
 
     def _both(self, context: int) -> tuple[CostCurve, CostCurve]:
-        """The curve of a context length, and the hopeful one."""
+        """The curve at a context length, and the hopeful curve."""
         if context not in self._curves:
             plain = self._time(self._plain, context)
             points, hopeful = [(1, 1.0)], [(1, 1.0)]
@@ -409,7 +419,7 @@ class LiveTimes:
         return self._curves[context]
 
     def _hope(self, rows: int, own: _Rows) -> float:
-        """By how much the logarithm of a cost may plausibly be too high."""
+        """How much the logarithm of a cost may plausibly be too high."""
         if rows > self._reach:
             return 0.0
         parts = np.array([0.0, 1.0, own.power])
@@ -418,12 +428,12 @@ class LiveTimes:
         return _HOPE * max(math.sqrt(max(variance, 0.0)) - _USUAL_ERROR, 0.0)
 
     def _unseen(self, rows: int) -> _Rows:
-        """What is expected of a number of rows that has not run."""
+        """The expected state for a number of rows that has not run."""
         if rows > self._measured and self._measured < _WIDE:
             last = self._rows.get(self._measured, self._plain)
             variance, power = last.variance + _UNSEEN_VARIANCE, math.log(rows / self._measured)
             return _Rows(last.times, variance, last.value, power)
-        # The curves' times, without the corrections that all rows share.
+        # The curves' times, without the corrections shared by all rows.
         common = math.exp(self._shared[1])
         times = [
             self._time(self._plain, context) * self.curve(context)(rows) / common
@@ -433,24 +443,26 @@ class LiveTimes:
         return _Rows(times, variance + _UNSEEN_VARIANCE)
 
     def _learn_noise(self, difference: float) -> None:
-        """Learn from the difference between two steps of as many rows; their cost cancels out."""
+        """Learn from the difference between two steps with the same rows, whose cost cancels
+        out.
+        """
         squared = min(difference * difference / 2, _NOISE_CLIP * self._noise)
         noise = self._noise + _NOISE_RATE * (squared - self._noise)
         self._noise = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
 
 
-# What the logarithm of a plain step's time is made of, and what changes where it changes alone.
+# The terms of a plain step's logarithm, and the terms that change if only plain steps change.
 _MACHINE, _PLAIN_ALONE = np.array([1.0, 0.0, 0.0]), np.array([1.0, -1.0, 0.0])
 _PLAIN_STEP_CHANGE = np.diag([_MACHINE_CHANGE, 0.0, 0.0])
 _DRAFTED_STEP_CHANGE = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0])
 
 
 def _completed(measured: list[dict[int, float]]) -> list[dict[int, float]]:
-    """Complete the times by rows, one dict for each context length, the shortest first.
+    """Fill in missing times by rows, in one dict for each context length, the shortest first.
 
     Afterwards all lengths have the rows of the shortest one, and no time falls as the context
-    grows. What a longer context adds to a time that was not measured there follows from what it
-    adds to others.
+    grows. For a time that was not measured, the effect of a longer context follows from its effect
+    on other times.
     """
     times = measured[:1]
     for own in measured[1:]:
@@ -463,35 +475,30 @@ def _completed(measured: list[dict[int, float]]) -> list[dict[int, float]]:
 
 
 def _extended(points: list[tuple[int, float]]) -> CostCurve:
-    """The curve through these points, and on to ``WIDEST`` rows."""
+    """The curve through these points, extended to ``WIDEST`` rows."""
     rows = points[-1][0]
     if rows < WIDEST:
-        # In proportion to the rows, as if each further block cost what the first one does: too
-        # much where the curve is flat, and right on average where it has stairs.
+        # In proportion to the rows, as if each further block cost as much as the first: too much if
+        # the curve is flat, and right on average if it has stairs.
         points = [*points, (WIDEST, max(cost for _, cost in points) * WIDEST / rows)]
     return CostCurve(points)
 
 
 _MOST_OVERHEAD = 0.5  # share of a plain step
 _OVERHEAD_RATE = 0.1  # weight of the newest run of plain steps
-_PLAIN_STEPS_PER_LESSON = 8  # in a row; learning from each would slow them down
+_PLAIN_STEPS_PER_LESSON = 8  # consecutive; learning from each would slow them down
 _LEAST_CONTEXT_STEP = 64  # positions
-_MOST_STDDEV = 0.04  # that drafted steps' costs have in common, before plain steps are wanted
-_OTHER_SEQUENCES = 0.15  # of a cost that was measured with another number of sequences
+_MOST_STDDEV = 0.04  # of the drafted steps' shared term, before plain steps are wanted
+_OTHER_SEQUENCES = 0.15  # of a cost measured with another number of sequences
 
 
 class LiveCosts:
     """T(rows)/T(1) at the current context length, corrected by every step.
 
-    Generations that run at the same time have each their own :meth:`for_generation`, and learn
-    together.
+    Concurrent generations each have their own :meth:`for_generation`, and learn together.
 
     Args:
-        known: measured times, as :class:`LiveTimes` takes them.
-
-    Attributes:
-        predicted: what the generation's steps should have taken so far, in plain steps; one
-            without a draft is 1, whether it has waited for its token or not.
+        known: measured times, as for :class:`LiveTimes`.
     """
 
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
@@ -508,12 +515,12 @@ class LiveCosts:
         return own
 
     def for_sequences(self, count: int) -> LiveCosts:
-        """What joint steps of ``count`` sequences cost, learned from them alone.
+        """The costs of joint steps of ``count`` sequences, learned only from such steps.
 
-        One row there is a plain step of all sequences, each further row one of a draft. Until
-        such steps have run, they are taken to cost as much as the same number of rows of one
+        One row stands for a plain step of all sequences, and each further row is a draft row. Until
+        joint steps have run, they are assumed to cost as much as the same number of rows of one
         sequence, except for attention: each sequence attends to its own context. The wait for a
-        token is taken to be the same.
+        token is assumed to be the same.
         """
         with self._lock:
             if count not in self._joint:
@@ -523,73 +530,73 @@ class LiveCosts:
             return self._joint[count].for_generation()
 
     def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
-        """Costs of ``count`` sequences, which begin with ``known``."""
+        """New costs for ``count`` sequences, initialised from ``known``."""
         return LiveCosts(known)
 
     def end(self) -> None:
-        """The generation has ended: nothing to do."""
+        """Do nothing at the end of the generation."""
 
     def _begin_run(self) -> None:
-        """Forget the latest steps: each generation has runs of its own."""
-        self.predicted = 0.0
-        self._plain_steps = 0  # in a row
-        # Seconds of the last run of plain steps: the one that waited, and the last pipelined one.
+        """Forget the latest steps: each generation has its own runs."""
+        self._plain_steps = 0  # consecutive
+        # Seconds in the last run of plain steps: of the step that waited, and of the last pipelined
+        # one.
         self._last_waiting: float | None = None
         self._last_pipelined: float | None = None
 
     def move_to(self, context: int) -> None:
         """Set the context's length in positions; cheap enough for every step."""
-        # In steps of 3 to 6 %, so that new curves are seldom needed.
+        # Rounded to steps of 3 to 6 %, so that new curves are rarely needed.
         step = max(_LEAST_CONTEXT_STEP, 1 << max(context.bit_length() - 5, 0))
         self._context = context // step * step
 
     @property
     def curve(self) -> CostCurve:
-        """T(rows)/T(1) as known so far; the same object until a cost has changed noticeably."""
+        """The current T(rows)/T(1); the same object until a cost has changed noticeably."""
         with self._lock:
             return self._live.curve(self._context)
 
     @property
     def hopeful(self) -> CostCurve:
-        """What drafts are planned with; see :meth:`LiveTimes.hopeful`."""
+        """The curve to plan drafts with; see :meth:`LiveTimes.hopeful`."""
         with self._lock:
             return self._live.hopeful(self._context)
 
     def seconds(self, rows: int) -> float:
-        """The wall time that a step over ``rows`` rows would take now."""
+        """The predicted wall time of a step over ``rows`` rows."""
         with self._lock:
             return self._live.seconds(rows, self._context)
 
     @property
     def sync_overhead(self) -> float:
-        """The time that waiting for its token adds to a plain step, as a share of that step's."""
+        """The time that waiting for its token adds to a plain step, as a share of the step's
+        time.
+        """
         return max(self._live.overhead, 0.0)
 
     @property
     def wants_plain_steps(self) -> bool:
-        """Whether plain steps should run between drafted ones, to measure what drafts cost.
+        """Whether plain steps should run between drafted ones, to measure the cost of drafts.
 
-        Nothing else distinguishes costs from the machine's speed. Where hardly any plain step runs,
-        a T(1) that was measured on a busy machine would stay, and make all drafts look cheap.
+        Nothing else distinguishes costs from the machine's speed. If plain steps hardly ever ran, a
+        T(1) that was measured on a busy machine would persist, and make all drafts look cheap.
         """
         return self._live.stddev > _MOST_STDDEV
 
-    def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
+    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         """Learn from a step.
 
-        Plain steps show T(1) only in the middle of a pipeline. The first one waits for its token
-        and for a part of the second's forward, and the last one finds its own forward nearly done:
-        what the two take beyond 2 T(1) is the sync overhead.
+        Plain steps show T(1) only in the middle of a pipeline. The first step waits for its token
+        and for part of the second's forward, and the last one finds its forward nearly done. The
+        time that the two take beyond 2 T(1) is the sync overhead.
 
         Args:
             rows: its rows.
-            seconds: its wall time; of a pipelined one of a single sequence, what it would be
-                without drafter.
-            pipelined: whether its forward had been dispatched during the step before.
-            head: what a trained head took before it, in plain steps; not part of ``seconds``.
+            seconds: its wall time; for a pipelined step of a single sequence, the time without the
+                drafter's.
+            pipelined: whether its forward was dispatched during the previous step.
         """
         with self._lock:
-            self.predicted += self.curve(rows) + head
             self._record(rows, seconds, pipelined)
             self._live.ran(rows)
 
@@ -597,7 +604,8 @@ class LiveCosts:
         before, self._last_pipelined = self._last_pipelined, seconds if pipelined else None
         if not pipelined:
             if self._last_waiting is not None:
-                # A run of plain steps is over: the one that waited, and the last pipelined one.
+                # A run of plain steps has ended: take the step that waited, and the last pipelined
+                # one.
                 run = self._last_waiting, *([] if before is None else [before])
                 surplus = sum(run) / self.seconds(1) - len(run)
                 surplus = min(max(surplus, -_MOST_OVERHEAD), _MOST_OVERHEAD)
@@ -606,7 +614,7 @@ class LiveCosts:
         if rows == 1:
             if not pipelined or before is None:
                 return
-            seconds = before  # the step before: only now it is known not to be the last
+            seconds = before  # the previous step, now known not to be the last
             self._plain_steps += 1
             surplus = self._plain_steps - _PLAIN_STEPS_PER_LESSON
             if surplus > 0 and surplus % _PLAIN_STEPS_PER_LESSON:
@@ -616,7 +624,7 @@ class LiveCosts:
         self._live.record(rows, self._context, seconds)
 
     def known(self) -> dict[int, list[KnownTime]]:
-        """What was measured or learned, by context length."""
+        """The measured or learned times, by context length."""
         with self._lock:
             return self._live.known(assumed=False)
 
@@ -624,8 +632,8 @@ class LiveCosts:
 def _beside(known: Mapping[int, Sequence[KnownTime]], count: int) -> dict[int, list[KnownTime]]:
     """Convert times of one sequence to those of ``count``, whose plain step has ``count`` rows.
 
-    Each sequence attends to its own context. So a longer context adds ``count`` times what it adds
-    to one sequence with 1/``count`` of the rows.
+    Each sequence attends to its own context. So a longer context adds ``count`` times as much as it
+    adds to one sequence with 1/``count`` of the rows.
     """
     shortest = known[min(known)]
     plain, rows = shortest[0].seconds, [time.rows for time in shortest]
@@ -648,4 +656,61 @@ def _beside(known: Mapping[int, Sequence[KnownTime]], count: int) -> dict[int, l
 
 
 Costs = FixedCosts | LiveCosts
-"""What steps cost; a planner reads it, and records every step there."""
+"""The costs of steps; a planner reads them, and records every step there."""
+
+
+# --- step times ---
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The measured T(rows).
+
+    Attributes:
+        rows: rows per forward.
+        pipelined: whether the forward was dispatched during the step before, as in plain
+            decoding; such a step has one row.
+        steps: how many such steps ran.
+        seconds: median wall time of the recent ones.
+        cost: the verify cost T(rows) / T(1), where T(1) is pipelined if such a step has run; None
+            until a step of one row has run.
+    """
+
+    rows: int
+    pipelined: bool
+    steps: int
+    seconds: float
+    cost: float | None
+
+
+_KEPT = 64  # recent steps per number of rows: enough for a median, few enough to show a hot chip
+
+
+class StepTimes:
+    """T(rows): the wall time of whole steps by their number of rows.
+
+    A whole step consists of proposing, forward, reading, acceptance and cache commit. The times
+    hold for one model on one machine in one data type. Threads may record concurrently.
+    """
+
+    def __init__(self) -> None:
+        self._recent: dict[tuple[int, bool], deque[float]] = {}
+        self._steps: Counter[tuple[int, bool]] = Counter()
+        self._lock = threading.Lock()
+
+    def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
+        """Add the wall time of one step."""
+        with self._lock:
+            self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
+            self._steps[rows, pipelined] += 1
+
+    def table(self) -> list[StepTime]:
+        """One entry per kind of step that has run, fewest rows first."""
+        with self._lock:
+            seconds = {kind: median(recent) for kind, recent in self._recent.items()}
+            steps = self._steps.copy()
+        one_row = seconds.get((1, True)) or seconds.get((1, False))
+        return [
+            StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
+            for kind, time in sorted(seconds.items())
+        ]

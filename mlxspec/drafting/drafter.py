@@ -1,4 +1,4 @@
-"""Draft trees, their acceptance and merging; :class:`Drafter`, the base class of all drafters."""
+"""Draft trees, how they are accepted and merged, and :class:`Drafter`, the base of all drafters."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ..errors import MlxspecError, OptionError
 class DraftTree:
     """Draft tokens below the last emitted token; a chain is a tree without branches.
 
-    Node 0 is the root, the last emitted token, which is not drafted. Every other node is
-    a token proposed to follow its parent. Parents come before their children, so a loop over
-    the nodes visits a node's ancestors first.
+    Node 0 is the root, the last emitted token, which is not drafted. Every other node is a token
+    proposed to follow its parent. Parents come before their children, so a loop over the nodes
+    visits a node's ancestors first.
 
-    Trees are equal if their tokens and parents are.
+    Trees with equal tokens and parents are equal.
 
     Args:
         tokens: one token id per node, the root's first; any sequence of integers.
         parents: the index of each node's parent; -1 for the root.
-        p_reached: per node but the root, the probability that it is accepted, at most its
+        p_reached: for each node except the root, the probability that it is accepted, at most its
             parent's; empty if unknown.
-        origins: per node but the root, a word for its origin; by default "draft".
+        origins: for each node except the root, a word for its origin; by default "draft".
 
     Raises:
         TypeError: a token or a parent is not an integer.
@@ -53,19 +53,19 @@ class DraftTree:
         drafted = len(self.tokens) - 1
         object.__setattr__(self, "origins", tuple(self.origins) or ("draft",) * drafted)
         if self.parents[:1] != (-1,) or len(self.parents) != len(self.tokens):
-            raise ValueError("a draft tree needs one parent per token, and -1 for node 0, its root")
+            raise ValueError("a draft tree needs one parent per token, and -1 for its root, node 0")
         if any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
-            raise ValueError("in a draft tree parents come before their children")
+            raise ValueError("in a draft tree, parents come before their children")
         if len(self.origins) != drafted or len(self.p_reached) not in (0, drafted):
             raise ValueError("a draft tree needs one probability and one origin per drafted token")
         p_parent = (1.0, *self.p_reached)
         for probability, parent in zip(self.p_reached, self.parents[1:], strict=False):
             if not 0 <= probability <= p_parent[parent]:
-                raise ValueError("in a draft tree probabilities lie between 0 and the parent's")
+                raise ValueError("in a draft tree, a probability lies between 0 and the parent's")
 
     @classmethod
     def chain(cls, root: int, draft: Iterable[int] = (), origin: str = "draft") -> DraftTree:
-        """A tree with ``draft`` as its only branch; if that is empty, the root alone."""
+        """A tree with ``draft`` as its only branch; just the root if that is empty."""
         tokens = (root, *draft)
         parents, origins = tuple(range(-1, len(tokens) - 1)), (origin,) * (len(tokens) - 1)
         return cls(tokens, parents, origins=origins)
@@ -80,7 +80,7 @@ class DraftTree:
 
     @classmethod
     def _of(cls, *parts: Sequence[Any]) -> DraftTree:
-        """A tree of valid parts, without the checks, which take longer than the choice of nodes."""
+        """A tree of valid parts, without the checks, which take longer than choosing the nodes."""
         tree = object.__new__(cls)
         names = ("tokens", "parents", "p_reached", "origins")
         vars(tree).update(zip(names, map(tuple, parts), strict=True))
@@ -92,7 +92,7 @@ class DraftTree:
 
     @property
     def node_origins(self) -> tuple[str, ...]:
-        """Per node, its origin: "root" for the root."""
+        """The origin of each node; "root" for the root."""
         return "root", *self.origins
 
     @cached_property
@@ -102,7 +102,9 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Each node's distance from the root; its position is the root's plus this."""
+        """Each node's distance from the root, which is added to the root's position to give its
+        own.
+        """
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -112,7 +114,7 @@ class DraftTree:
         """Which nodes each node attends to: its ancestors and itself.
 
         Returns:
-            bool, (nodes, nodes); a row per attending node.
+            bool, (nodes, nodes); one row per attending node.
         """
         closure = np.eye(len(self), dtype=bool)
         for node, parent in enumerate(self.parents[1:], start=1):
@@ -159,9 +161,9 @@ class DraftTree:
             above = self.child(above, token)
 
     def nodes_in(self, other: DraftTree) -> list[int | None]:
-        """Per node, the node of another tree with the same path, or None.
+        """For each node, the node of another tree with the same path, or None.
 
-        Of equal siblings in the other tree, the first counts.
+        Of equal siblings in the other tree, the first one counts.
         """
         keys = zip(other.parents, other.tokens, strict=True)
         places = {key: node for node, key in reversed([*enumerate(keys)])}
@@ -172,7 +174,9 @@ class DraftTree:
         return nodes
 
     def p_by_depth(self, n_draft: int) -> list[float]:
-        """Per depth, the probability that at least that many of ``n_draft`` nodes are accepted."""
+        """For each depth, the probability that at least that many of ``n_draft`` nodes are
+        accepted.
+        """
         depths = self.depths[1 : n_draft + 1]
         p_by_depth = [0.0] * max(depths, default=0)
         for depth, probability in zip(depths, self.p_reached, strict=False):
@@ -197,7 +201,7 @@ class DraftTree:
         return self.kept([d <= max_depth and 0 <= token < vocab_size for token, d in nodes])
 
     def kept(self, keeps: Sequence[bool]) -> DraftTree:
-        """Drop nodes that are not to be kept, with their subtrees; the root must be kept."""
+        """Drop nodes that ``keeps`` excludes, with their subtrees; the root must stay."""
         if all(keeps):
             return self
         nodes = {0: None}  # in order
@@ -221,10 +225,10 @@ def accept(tree: DraftTree, choices: Sequence[int]) -> tuple[tuple[int, ...], tu
     """Walk the tree along the target's own choices.
 
     Start at the root and descend while a child proposes the target's choice. The first choice
-    without such a child is the bonus token, which is free since the target has computed it
-    already. The rule is the same at every temperature: a choice is an argmax or a sample keyed by
-    its position. With point-mass drafts no lossless rule accepts more (Leviathan et al. 2023,
-    arXiv 2211.17192, in the case q = 1).
+    without such a child is the bonus token, which is free since the target has already computed it.
+    The rule is the same at every temperature: a choice is an argmax, or a sample keyed by its
+    position. With point-mass drafts, no lossless rule accepts more (Leviathan et al. 2023, arXiv
+    2211.17192, in the case q = 1).
 
     Args:
         tree: the verified tree.
@@ -251,9 +255,10 @@ class VerifiedStep:
     """The target's verdict on a draft in one step.
 
     Attributes:
-        tree: the verified tree: the proposed one, less what the step had to cut.
-        choices: per node, the token that the target picks after it.
-        argmaxes: per node, the target's most likely token; equals ``choices`` at temperature 0.
+        tree: the verified tree: the proposed one, without nodes that the step had to cut.
+        choices: the token that the target picks after each node.
+        argmaxes: the target's most likely token after each node; equals ``choices`` at temperature
+            0.
         accepted: the accepted nodes, from the root's child downwards.
         tokens: the emitted tokens: the accepted ones, then the bonus token; fewer if the output
             ends earlier.
@@ -261,13 +266,13 @@ class VerifiedStep:
         sequences: the number of sequences that shared the forward.
         seconds: wall time from the proposal to the commit, plus that of the drafter's
             ``observe`` after the previous step; 0 if not measured.
-        drafting: the part of ``seconds`` that the drafter took from the processor that ran the
+        drafting: the part of ``seconds`` that the drafter took on the processor that runs the
             forward; 0 on a GPU.
         pipelined: whether the previous step dispatched its forward.
         ahead: whether this step dispatched the next step's forward.
-        context: positions of the context, including ``tokens``.
-        logprobs: per emitted token, the log-probabilities that it was chosen from, (vocabulary,),
-            before filters and temperature; dispatched, not yet evaluated.
+        context: the number of the context's positions, including ``tokens``.
+        logprobs: for each emitted token, the log-probabilities that it was chosen from,
+            (vocabulary,), before filters and temperature; dispatched, not yet evaluated.
     """
 
     tree: DraftTree
@@ -297,8 +302,8 @@ class Limits(NamedTuple):
         max_depth: the greatest depth.
         nodes: the most nodes, not counting the root.
         branching: whether a node may have several children.
-        least_p: ``least_p[n]`` is the probability below which no node after the first n pays,
-            even if a plain step's time is worth one token; see
+        least_p: ``least_p[n]`` is the probability below which no node after the first n pays, even
+            if a plain step's time is worth only one token; see
             :attr:`mlxspec.drafting.costs.CostCurve.cheapest_rows`.
     """
 
@@ -309,7 +314,7 @@ class Limits(NamedTuple):
 
 
 class Drafter:
-    """Proposes draft trees. It can change the speed of decoding, never its output.
+    """Proposes draft trees. A drafter can change the speed of decoding, never the output.
 
     A subclass must define :meth:`propose` and :meth:`observe`; the other methods have defaults. A
     generation calls ``begin`` once with the prompt, then ``propose`` and ``observe`` alternately,
@@ -318,22 +323,24 @@ class Drafter:
     """
 
     branching = True
-    """Whether its trees may branch. False saves the test whether the model verifies trees."""
+    """Whether its trees may branch. If False, the model is not tested for trees."""
 
     is_fallback = False
-    """Whether, as the second drafter of a :class:`mlxspec.CombinedDrafter`, it drafts only when
-    the first has no draft."""
+    """Whether it drafts only when the first drafter has no draft, as the second one of a
+    :class:`mlxspec.CombinedDrafter`.
+    """
 
     pipelined = False
     """Whether the next forward may be dispatched before this one's token is read, if nothing is
-    proposed. The next proposal then waits for one plain step. It is read after every proposal, so
-    it may be a property."""
+    proposed. The next proposal then waits for one plain step. This attribute is read after every
+    proposal, so it may be a property.
+    """
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
-        """Learn what will verify the drafts; called before :meth:`begin`.
+        """Receive the target that will verify the drafts; called before :meth:`begin`.
 
-        Only drafters that run a model need this: with the noise that will choose the output's
-        tokens, they guess more of them.
+        Only drafters that run a model need this: if they use the noise that will choose the
+        output's tokens, they guess more of them.
 
         Args:
             target: the sequence's :class:`mlxspec.engine.target.Target`.
@@ -344,23 +351,23 @@ class Drafter:
         """Start a generation whose context is ``prompt`` (at least one token id)."""
 
     def propose(self, max_depth: int) -> DraftTree:
-        """Draft what follows the context, at most ``max_depth`` tokens deep.
+        """Draft the tokens that may follow the context, at most ``max_depth`` tokens deep.
 
         The tree's root is the context's last token. :meth:`DraftTree.chain` makes a tree without
-        branches, or of the root alone if there is nothing to draft. A planner uses the tree's
-        ``p_reached``; if there are none, it learns how likely the nodes are right.
+        branches, or just the root if there is nothing to draft. A planner uses the tree's
+        ``p_reached``; if it is empty, the planner learns how likely the nodes are right.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no method propose")
+        raise NotImplementedError(f"{type(self).__name__} does not define propose")
 
     def observe(self, step: VerifiedStep) -> None:
         """Learn from a step; ``step.tokens`` now belong to the context."""
-        raise NotImplementedError(f"{type(self).__name__} has no method observe")
+        raise NotImplementedError(f"{type(self).__name__} does not define observe")
 
     def end(self) -> None:
         """Release the generation's state."""
 
     def no_draft(self) -> str:
-        """Why the last proposal was the root alone, in a clause; called before ``observe``."""
+        """A clause that says why the last proposal was only the root; called before ``observe``."""
         return "the drafter has nothing to propose"
 
 
@@ -438,7 +445,7 @@ def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
 
     Args:
         step: the verified step.
-        tree: a draft for the same token; nodes that the step did not verify are omitted.
+        tree: a draft after the same token; nodes that the step did not verify are omitted.
 
     Returns:
         the step with only the choices and accepted nodes of ``tree``, but with all emitted tokens.
@@ -456,7 +463,7 @@ def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
 
 
 def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
-    """The likeliest nodes of several drafts for one token, which must have probabilities."""
+    """The likeliest nodes of several drafts after the same token, all with probabilities."""
     if len(trees) == 1:
         return trees[0]
     tree = merge(trees).best_first()
@@ -464,16 +471,16 @@ def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
 
 
 def merge(trees: Sequence[DraftTree]) -> DraftTree:
-    """Merge drafts for one token; common prefixes share their nodes.
+    """Merge drafts after the same token; common prefixes share nodes.
 
-    A node gets the highest of its probabilities given its parent, or what its siblings from
-    earlier trees leave.
+    A node gets the highest of its probabilities given its parent, but at most what its siblings
+    from earlier trees leave.
 
     Returns:
-        a tree that begins with the first tree's nodes. It has probabilities if all trees have.
+        a tree that begins with the first tree's nodes. It has probabilities if all trees have them.
     """
     merged = TreeBuilder(trees[0].tokens[0])
-    p_reached, below = [1.0], [0.0]  # per node, and the sum over its children
+    p_reached, below = [1.0], [0.0]  # of each node, and the sum over its children
     for tree in trees:
         own = (1.0, *(tree.p_reached or (0.0,) * (len(tree) - 1)))
         nodes = [0]
@@ -543,8 +550,8 @@ def load_drafter(name: str) -> type[Drafter]:
         inspect.signature(found).bind()
         if issubclass(found, Drafter) and not {found.propose, found.observe} & _UNDEFINED:
             return found
-        reason = "it is not derived from mlxspec.Drafter, or lacks one of the methods"
-    except Exception as error:  # whatever a user's module raises
+        reason = "it is not derived from mlxspec.Drafter, or lacks one of its methods"
+    except Exception as error:  # a user's module may raise anything
         reason = f"{type(error).__name__}: {error}"
     raise OptionError(
         f"drafter {name}: {reason}; write it as module:Class, such as mine:MyDrafter, a class "

@@ -1,4 +1,4 @@
-"""What a planner knows of a trained head: how likely its drafts are right, and what they cost."""
+"""A planner's estimates for a trained head: how likely its drafts are right, and their cost."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from .acceptance import Corrections, probability
 from .drafter import DraftTree, VerifiedStep
 
 HEAD = "head"
-"""The origin of its drafts."""
+"""The origin of a head's drafts."""
 
 # Where these come from: notes/planner.md, "Trained heads".
-_FIRST_P_ACCEPT = 0.7  # of each token, if those before are right
+_FIRST_P_ACCEPT = 0.7  # of each token, if the earlier ones are right
 _RATE = 0.05  # of the averages; more at first
-_FIRST_WEIGHT = 2  # drafts that the first probability counts as
+_FIRST_WEIGHT = 2  # the first probability counts as this many drafts
 _LEAST, _MOST = 0.02, 0.98
-_TRIAL, _RAREST_TRIAL = 64, 1024  # tokens after which a head that does not pay is tried again
+_TRIAL, _RAREST_TRIAL = 64, 1024  # tokens until a head that does not pay is tried again
 _CONFIDENCES = 8  # classes of confidence
-_TIME_RATE = 0.2  # weight of the newest time, as a power
-_MOST_SURPRISE = 4.0  # factor by which one time may differ from what was expected
+_TIME_RATE = 0.2  # weight of the newest time, as an exponent
+_MOST_SURPRISE = 4.0  # the most that a time may differ from the expected, as a factor
 
 
 class HeadExperience:
-    """What drafts of a head take, by their depth and the sequences that share them, and how often
-    they are right.
+    """How often a head's drafts are right, and what they take.
+
+    The time depends on their depth and on the sequences that share them.
 
     Args:
         first: the seconds of a draft of one token for one sequence.
@@ -33,9 +34,9 @@ class HeadExperience:
         most: the most tokens that the head drafts at once.
 
     Attributes:
-        p_accept: by depth, how often a token is right if those before are.
-        seen: by depth, the drafts from which that is known.
-        corrections: of the logits of its own confidence.
+        p_accept: by depth, how often a token is right if the earlier ones are.
+        seen: by depth, the number of drafts that ``p_accept`` comes from.
+        corrections: corrections to the logits of the head's confidence.
     """
 
     def __init__(self, first: float, further: float, most: int) -> None:
@@ -50,7 +51,7 @@ class HeadExperience:
         return self._scale[fewer] * (self._first + (depth - 1) * self._further)
 
     def record(self, depth: int, sequences: int, seconds: float) -> None:
-        """Learn from a draft. The first of so many sequences may have to compile kernels."""
+        """Learn from a draft. The first for a number of sequences may have to compile kernels."""
         if sequences not in self._scale:
             fewer = max(count for count in self._scale if count < sequences)
             self._scale[sequences] = self._scale[fewer]
@@ -63,11 +64,11 @@ class HeadExperience:
 class HeadSource:
     """The drafts of a head for one generation.
 
-    A planner runs the head only where it expects to gain by it, for several sequences at once.
-    A subclass runs it.
+    A planner runs the head only when it expects a gain, for several sequences at once. Subclasses
+    define how to run it.
 
     Args:
-        experience: of earlier generations, which this one adds to.
+        experience: the head's experience, which this generation adds to.
 
     Attributes:
         experience: as given.
@@ -76,12 +77,12 @@ class HeadSource:
 
     def __init__(self, experience: HeadExperience) -> None:
         self.experience = experience
-        self._idle, self._trial = 0, _TRIAL  # tokens since it has run, and until it is tried
+        self._idle, self._trial = 0, _TRIAL  # tokens since it ran, and until it is tried
         self._draft: DraftTree | None = None
         self._logits: list[tuple[float, tuple[int, int]]] = []
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
-        """As :meth:`mlxspec.Drafter.attach`."""
+        """Like :meth:`mlxspec.Drafter.attach`."""
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation whose context is ``prompt``."""
@@ -89,7 +90,7 @@ class HeadSource:
 
     @property
     def ready(self) -> bool:
-        """Whether it can draft after the current token."""
+        """Whether the head can draft after the current token."""
         return True
 
     @classmethod
@@ -97,17 +98,18 @@ class HeadSource:
         """Draft ``depth`` tokens after each current token.
 
         Returns:
-            per head, the tokens, and the confidence in each if those before are right, 0 to 1.
+            for each head, the tokens, and the confidence in each if the earlier ones are right, 0
+            to 1.
         """
         raise NotImplementedError
 
     @property
     def trials(self) -> bool:
-        """Whether to run it only to see whether its drafts have become better."""
+        """Whether to run the head only to see whether its drafts have improved."""
         return self._idle >= self._trial
 
     def outlook(self, depth: int) -> DraftTree:
-        """What a draft would be like: a chain of unknown tokens, with ``p_reached``."""
+        """The expected draft: a chain of unknown tokens, with ``p_reached``."""
         p_reached, right = [], 1.0
         for p_accept in self.experience.p_accept[:depth]:
             right *= p_accept
@@ -115,12 +117,12 @@ class HeadSource:
         return self._chain(range(-2, -2 - len(p_reached), -1), p_reached)
 
     def drafted(self, tokens: Sequence[int], confidences: Sequence[float]) -> DraftTree:
-        """The tree of a draft, with ``p_reached`` by its confidences and what others have shown.
+        """The tree of a draft, with ``p_reached`` from the confidences, corrected by experience.
 
         Args:
             tokens, confidences: from :meth:`run`.
         """
-        # If trials alone make it run, they become rarer.
+        # If it runs only for trials, they become rarer.
         self._trial = min(2 * self._trial, _RAREST_TRIAL) if self.trials else _TRIAL
         self._idle, self._logits = 0, []
         p_reached, right = [], 1.0
@@ -136,7 +138,7 @@ class HeadSource:
         return self._draft
 
     def observe(self, step: VerifiedStep) -> None:
-        """Learn from a step, whether it has verified the draft or not."""
+        """Learn from a step, whether or not it verified the draft."""
         self._idle += len(step.tokens)
         self.last = step.tokens[-1]
         if self._draft is None:

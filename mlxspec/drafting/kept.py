@@ -32,27 +32,27 @@ _File = TypeVar("_File")
 
 
 def cache_directory() -> Path:
-    """Where mlxspec keeps what it can find out again, by default the user's cache directory."""
+    """The directory for data that can be measured or learned again; by default the user's cache."""
     return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_cache_path("mlxspec")
 
 
 def _read(what: str, path: Path, kind: TypeAdapter[_File]) -> _File | None:
-    """The content of a file; None if it is missing or, with a warning, if it cannot be used."""
+    """The content of a file; None if it is missing, or with a warning if it cannot be used."""
     try:
         return kind.validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", "it is damaged, or of another version of mlxspec")
+        reason = getattr(error, "strerror", "it is damaged, or from another version of mlxspec")
         _log.warning("ignoring the %s in %s: %s", what, path, reason)
         return None
 
 
 @cache
 def _warn_not_kept(directory: Path, reason: str) -> None:
-    """Log that nothing is kept in a directory; once."""
+    """Log, once, that nothing can be kept in a directory."""
     _log.warning(
-        "step times and experience are not kept in %s (%s); %s names another place",
+        "step times and experience cannot be kept in %s (%s); set %s to another directory",
         directory,
         reason,
         ENVIRONMENT_VARIABLE,
@@ -60,7 +60,7 @@ def _warn_not_kept(directory: Path, reason: str) -> None:
 
 
 def _write(path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
-    """Write a whole file that only the user can read; return whether that worked."""
+    """Write a complete file that only the user can read; return whether that worked."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replaced(path) as file:
@@ -80,7 +80,7 @@ _STEP_TIMES_VERSION = 2
 def _sorted(times: list[KnownTime]) -> list[KnownTime]:
     rows = [known.rows for known in times]
     if rows[:1] != [1] or rows != sorted(set(rows)):
-        raise ValueError("times must be sorted by their rows, from 1 on")
+        raise ValueError("times must be sorted by rows, from 1 on")
     return times
 
 
@@ -89,8 +89,8 @@ class CostKey:
     """The machine and the model that step times belong to.
 
     Attributes:
-        machine: what the steps run on: chip, device, libraries.
-        model: what they run: configuration, data types, quantisation.
+        machine: chip, device and libraries.
+        model: configuration, data types and quantisation.
     """
 
     machine: Identity
@@ -112,13 +112,13 @@ def _now() -> str:
 
 @dataclass(frozen=True)
 class KnownTimes:
-    """Step times behind one context length.
+    """Step times at one context length.
 
     Attributes:
         times: T(rows), fewest rows first.
-        source: "quick" or "careful" for a measurement, "steps" if learned from decoding alone.
-        updated: when this was last measured or corrected, in UTC, in ISO 8601.
-        name: what the user called the model; empty if unknown.
+        source: "quick" or "careful" for a measurement, "steps" if learned only from decoding.
+        updated: when the times were last measured or corrected, in UTC, in ISO 8601.
+        name: the model's name as the user gave it; empty if unknown.
         split: whether wide drafts were faster with their attention split; see
             :func:`mlxspec.engine.patches.split_attention`. None if that was not measured.
     """
@@ -130,22 +130,22 @@ class KnownTimes:
     split: bool | None = None
 
     def corrected(self, times: list[KnownTime]) -> KnownTimes:
-        """The same times, as later steps have shown them to be."""
+        """These times, corrected by later steps."""
         return replace(self, times=times, updated=_now())
 
     @property
     def rank(self) -> tuple[int, int]:
-        """How well the times are known, for comparison."""
+        """How reliable the times are, for comparison."""
         return get_args(Source).index(self.source), len(self.times)
 
 
 TimesByContext = dict[int, KnownTimes]
-"""By the length of the context."""
+"""Step times by context length."""
 
 
 @dataclass(frozen=True)
 class _StepTimes:
-    """The file of a machine and a model; all that decoding relies on is checked."""
+    """The file for a machine and a model; everything that decoding relies on is checked."""
 
     machine: Identity
     model: Identity
@@ -159,7 +159,7 @@ class CostCache:
     """Keeps step times from run to run, in one file per machine and model.
 
     If several processes write at the same time, the last one's corrections of a context length are
-    kept. A file that is damaged or of another version is ignored with a warning, and its times
+    kept. A file that is damaged or from another version is ignored with a warning, and its times
     are measured again.
 
     Args:
@@ -170,7 +170,7 @@ class CostCache:
         self.directory = directory or cache_directory() / "step_times"
 
     def read(self, key: CostKey) -> TimesByContext:
-        """The times that are kept for a key; empty without any usable ones."""
+        """The times that are kept for a key; empty if none are usable."""
         found = _read("step times", self.directory / key.file_name, _STEP_TIMES)
         return found.contexts if found else {}
 
@@ -181,10 +181,10 @@ class CostCache:
         return [(CostKey(one.machine, one.model), one.contexts) for one in found if one]
 
     def update(self, key: CostKey, found: Mapping[int, KnownTimes]) -> None:
-        """Replace the times of these context lengths, and leave the others as they are.
+        """Replace the times of these context lengths; others stay as they are.
 
-        A careful measurement stays until another one; of two of a kind, the one with more numbers
-        of rows stays. A change of MLX, the model or the machine gives another key.
+        A careful measurement is only replaced by another; of two of the same kind, the one with
+        more numbers of rows is kept. Another MLX, model or machine has another key.
         """
         kept = self.read(key)
         for context, known in found.items():
@@ -202,15 +202,15 @@ _SECONDS_BETWEEN_SAVES = 30.0
 
 
 def experience_directory() -> Path:
-    """Where experience is kept; raises as :func:`cache_directory`."""
+    """The directory of experience; raises as :func:`cache_directory`."""
     return cache_directory() / "experience"
 
 
 def experience_path(model: Identity) -> Path:
-    """The file of a model.
+    """The file of a model's experience.
 
-    Its name depends on the version of the format and on the weights that experience corrects, so
-    a file of another version is never read, nor replaced.
+    Its name depends on the version of the format and on the weights that experience corrects, so a
+    file from another version is neither read nor replaced.
 
     Args:
         model: from :func:`mlxspec.engine.costs.model_identity`.
@@ -237,22 +237,23 @@ _WEIGHTS = TypeAdapter(_Weights)
 class Experience:
     """What a decoder has learned from its generations.
 
-    Requests whose prompts begin alike, with one system prompt or one template, are of one kind,
-    which has corrections of its own from its second request on. They begin as a copy of those of
-    all requests, and last until the process ends.
+    Requests whose prompts begin alike, such as with the same system prompt, are of one kind. From
+    its second request on, a kind has its own corrections, which begin as a copy of those of all
+    requests, and last until the process ends.
 
-    With a path, it outlives the process. It is saved after a generation, at most every 30 seconds;
-    if several processes save it, the last one wins. Weights of single tokens are not saved, since
-    they reveal texts. If the file has been removed, this process forgets what it knew, too. A
-    damaged file is ignored with a warning.
+    With a path, experience outlives the process. It is saved after a generation, at most every 30
+    seconds; if several processes save it, the last one wins. Weights of single tokens are not
+    saved, since they would reveal texts. If the file has been removed, this process also forgets
+    its experience. A damaged file is ignored with a warning.
 
     Args:
         path: the file; None keeps nothing.
         clock: returns the time in seconds.
 
     Attributes:
-        corrections: those of all requests, of the probabilities of drafts from the context.
-        probe_step: where in its round of probes the next generation continues; see
+        corrections: corrections to the probabilities of drafts from the context, learned from all
+            requests.
+        probe_step: the ``probe_step`` with which the next generation begins; see
             :class:`mlxspec.drafting.planner.Policy`.
     """
 
@@ -260,7 +261,7 @@ class Experience:
         self, path: Path | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.probe_step = 0
-        self._kinds: dict[tuple[int, ...], Corrections | None] = {}  # the last used last
+        self._kinds: dict[tuple[int, ...], Corrections | None] = {}  # the latest used last
         self._of_texts: defaultdict[str, Corrections] = defaultdict(Corrections)
         self._path, self._clock = path, clock
         self._next_save = clock()
@@ -269,21 +270,23 @@ class Experience:
         self.corrections = Corrections(kept.weights if kept else {})
 
     def of_kind(self, prompt: Sequence[int]) -> list[Corrections]:
-        """The corrections that a request follows, then others that learn from it."""
+        """The corrections that a request uses, then others that also learn from it."""
         kind = tuple(prompt[:_KIND_TOKENS])
         known = kind in self._kinds
         own = self._kinds.pop(kind, None)
-        self._kinds[kind] = own = (own or Corrections(self.corrections)) if known else None
+        if known and own is None:
+            own = Corrections(self.corrections)
+        self._kinds[kind] = own
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
         return [self.corrections] if own is None else [own, self.corrections]
 
     def of_texts(self, name: str) -> Corrections:
-        """What was learned about other texts, such as a memory; it is not saved."""
+        """The corrections for drafts from other texts, such as a memory; they are not saved."""
         return self._of_texts[name]
 
     def end(self) -> None:
-        """Save what was learned, if there is a path and the last save is not recent."""
+        """Save the experience, if there is a path and the last save is not recent."""
         if not self._path or self._clock() < self._next_save:
             return
         self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
@@ -300,7 +303,7 @@ class Experience:
 
 
 def kept_experience() -> list[Path]:
-    """The kept files, the last written last."""
+    """The kept files, the latest written last."""
     found = []
     for path in experience_directory().glob("*.json"):
         with suppress(OSError):

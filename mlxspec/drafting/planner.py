@@ -1,4 +1,4 @@
-"""The planner: drafts what yields the most tokens per unit of time, which may be nothing.
+"""The planner: chooses the draft that yields the most tokens per time, which may be none.
 
 All times are in plain steps: one is the time of a pipelined step over one row. notes/planner.md,
 "Constants", says where the constants come from.
@@ -27,54 +27,54 @@ from .suffix_source import SuffixSource
 
 _log = logging.getLogger(__name__)
 
-_SHARE_OF_NOW = 0.8  # weight of this step's best rate in the price of time; the rest is the average
+_SHARE_OF_NOW = 0.8  # weight of this step's best rate in the price of time, beside the average
 _FIRST_RATE = 1.2
 _CHANGE = 0.1  # weight of the newest step in the running averages
 
 _FIRST_BANK = 2.0
-_INCOME = 1.02  # per emitted token: the bank keeps its level at 98 % of plain speed
-_STAKE = 0.04  # the square of an allowed shortfall, as a fraction of bank times gain
+_INCOME = 1.02  # per emitted token, so the bank is steady at 98 % of plain speed
+_STAKE = 0.04  # the square of the allowed shortfall, as a fraction of bank times gain
 
-# In plain joint steps: the longest delay of an output, besides a tenth of its time. With a lower
-# first patience, the newest of many short outputs would keep all others from drafting.
+# The longest delay of an output in plain joint steps, besides a tenth of its time. With less
+# initial patience, the newest of many short outputs would keep all others from drafting.
 _FIRST_PATIENCE, _MOST_PATIENCE = 4.0, 64.0
 _PATIENCE_PER_STEP = 0.1
 
 _MUCH_GAIN = 1.0
 _PROBE_ROUND = 30  # steps
-_PROBE = range(12, 18)  # in a row: the first and the last pipelined step are special
+_PROBE = range(12, 18)  # consecutive, since the first and the last pipelined step are special
 
 _ROWS_OF_A_TREE = 16
-_FLAT = 2.0  # the cost of these rows, in plain steps
+_FLAT = 2.0  # the most that these rows may cost, in plain steps
 
 
 class Policy:
     """The state of one generation that decides how many of a step's candidates to verify.
 
-    A draft's **gain**, in tokens, is what it adds to a plain step's tokens, less the price of its
-    time. Three things restrain drafts:
+    A draft's **gain** is the number of tokens that it adds to a plain step's, less the price of its
+    time. Three mechanisms restrain drafts:
 
-    - The *guard* is a bank of time that pays for drafts that fail. Each step deposits a little more
-      than it emits and withdraws its cost. The more the bank holds and the larger the gain, the
-      more a draft may risk; see :func:`allowed_shortfall`. So safe drafts pass at once, bold ones
-      only after earlier gains, and drafts with little gain rarely.
-    - The *sync overhead* is charged if the next step's forward is dispatched already, since a draft
-      interrupts the pipeline.
-    - The *probe*: all costs are relative to the time of a plain step. If every step has a draft,
-      changing costs look like a change of the machine's speed. So while plain steps are wanted, six
-      consecutive steps out of every 30 have no draft, unless drafts gain much. The count
-      continues over generations, since short ones never reach 30 steps.
+    - The *guard* is a bank of time that pays for drafts that fail. Each step deposits slightly more
+      than its tokens, and withdraws its cost. The more the bank holds and the larger the gain, the
+      more a draft may risk; see :func:`allowed_shortfall`. So safe drafts pass immediately, risky
+      ones only after earlier gains, and drafts with little gain rarely.
+    - The *sync overhead* is charged if the next step's forward has already been dispatched, since a
+      draft interrupts the pipeline.
+    - The *probe*: all costs are relative to the time of a plain step. If every step has a draft, a
+      change of costs looks like a change of the machine's speed. So while plain steps are wanted,
+      six consecutive steps out of every 30 have no draft, unless drafts gain much. The count
+      continues across generations, since short ones never reach 30 steps.
 
     Args:
         probe_step: the number of steps already counted towards the next probe.
 
     Attributes:
         probe_step: as given, plus the steps since then while plain steps are wanted.
-        rate: running average of tokens per plain step's time.
+        rate: running average of the tokens per plain step's time.
         gain: running average of the chosen drafts' gains; a step without a draft counts 0.
         bank: the guard's balance, in plain steps.
-        ahead: whether the next step's forward is dispatched already.
-        patience: how much longer the sequence may wait for others' drafts, in plain joint steps.
+        ahead: whether the next step's forward has already been dispatched.
+        patience: how much more the sequence may be delayed by others' drafts, in plain joint steps.
     """
 
     def __init__(self, probe_step: int = 0) -> None:
@@ -102,11 +102,12 @@ class Policy:
         """Account for a completed step.
 
         Args:
-            step: the verified step; it has no draft if its forward was dispatched before.
+            step: the verified step; it has no draft if its forward was dispatched ahead.
             cost: T(rows) / T(1) of the step.
             gain: the draft's gain, 0 without one.
             probing: whether plain steps are wanted.
-            charge: the guard's charge, if several sequences share the step; otherwise its cost.
+            charge: the amount to withdraw from the guard's bank, if several sequences share the
+                step; by default its cost.
         """
         emitted = len(step.tokens)
         self.ahead = step.ahead
@@ -119,10 +120,10 @@ class Policy:
 
 
 def expected_tokens(p_reached: Sequence[float], sequences: int = 1) -> list[float]:
-    """E(n): the average number of tokens of a step that verifies the first ``n`` draft nodes.
+    """E(n): the expected tokens of a step that verifies the first ``n`` draft nodes.
 
     Args:
-        p_reached: per draft node, best first, the probability that it is accepted.
+        p_reached: the probability that each draft node is accepted, the best first.
         sequences: the number of sequences that share the step.
 
     Returns:
@@ -134,11 +135,11 @@ def expected_tokens(p_reached: Sequence[float], sequences: int = 1) -> list[floa
 def price_of_time(best: float, rate: float) -> float:
     """The price of a plain step's time, in tokens.
 
-    The time that this step saves goes to later steps, at their rate. The prediction of that rate
-    combines the best rate possible now, since easy passages last, with the average.
+    Time that this step saves goes to later steps, at their rate. That rate is predicted from the
+    best rate possible now, since easy passages last, and the average.
 
     Args:
-        best: the most tokens per plain step's time that the step can have.
+        best: the most tokens per plain step's time that this step can reach.
         rate: recent tokens per plain step's time.
     """
     return float(best**_SHARE_OF_NOW * rate ** (1 - _SHARE_OF_NOW))
@@ -153,14 +154,14 @@ def best_draft(
 ) -> tuple[float, int]:
     """The greatest allowed gain, and its number of nodes; 0.0 and 0 if there is none.
 
-    All numbers of nodes are compared, since costs rise in jumps. After a refusal, only half as many
-    nodes or fewer are tried: slightly fewer would barely be safer, and each check takes time.
+    All numbers of nodes are compared, since costs rise in jumps. After a refusal, at most half as
+    many nodes are tried: slightly fewer would barely be safer, and each check takes time.
 
     Args:
         expected: E(n) as from :func:`expected_tokens`.
         costs: ``costs[rows]`` is T(rows) / T(1).
         rate: as for :func:`price_of_time`.
-        restart_cost: the cost of any draft besides its rows.
+        restart_cost: the cost of any draft, besides that of its rows.
         allows: whether a gain with a number of nodes is allowed.
     """
     best = max(tokens / costs[rows] for rows, tokens in enumerate(expected, start=1))
@@ -185,10 +186,10 @@ def expected_shortfall(cost: float, *drafts: Sequence[float]) -> float:
 
     Args:
         cost: 1 plus the time that the step takes beyond a plain one, over all sequences.
-        drafts: per drafting sequence, the probabilities that 1, 2, … or more of its tokens are
-            accepted.
+        drafts: for each drafting sequence, the probabilities that at least 1, 2, … of its tokens
+            are accepted.
     """
-    accepted = np.ones(1)  # the probabilities that 0, 1, … tokens are accepted in all
+    accepted = np.ones(1)  # the probabilities that 0, 1, … tokens are accepted in total
     for p_by_depth in drafts:
         at_least = np.minimum.accumulate(np.array([1.0, *p_by_depth, 0.0]))
         accepted = np.convolve(accepted, at_least[:-1] - at_least[1:])
@@ -199,7 +200,7 @@ def expected_shortfall(cost: float, *drafts: Sequence[float]) -> float:
 def allowed_shortfall(banks: Sequence[float], gain: float) -> float:
     """The greatest expected shortfall of a draft that the guard allows.
 
-    A draft is a bet, and as with Kelly's criterion (Kelly 1956) the stake grows with the edge: the
+    A draft is a bet, and as in Kelly's criterion (Kelly 1956) the stake grows with the edge: the
     square of the shortfall is at most 4 % of the bank times the gain.
 
     Args:
@@ -210,9 +211,9 @@ def allowed_shortfall(banks: Sequence[float], gain: float) -> float:
 
 
 def trees_pay(curve: CostCurve) -> bool:
-    """Whether rows are cheap enough for drafts that branch.
+    """Whether rows are cheap enough for branching drafts.
 
-    Branches pay only if sixteen rows cost less than two plain steps. Otherwise a chain is as fast
+    Branches pay only if sixteen rows cost less than two plain steps. Otherwise a chain is as fast,
     and saves the work of growing a tree.
     """
     rows = min(_ROWS_OF_A_TREE, curve.widest)
@@ -223,21 +224,21 @@ def trees_pay(curve: CostCurve) -> bool:
 # (notes/planner.md, "Constants").
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
 
-_UNSURE = 0.5  # a head is tried only if nothing else is as likely as this
+_UNSURE = 0.5  # a head is tried only if no other candidate is this likely
 
 
 class Plan(NamedTuple):
     """The draft of a sequence for one step.
 
     Attributes:
-        candidates: the possible nodes, the likeliest first; None if the search has failed.
+        candidates: the possible nodes, the likeliest first; None if the search failed.
         n_draft: the number of candidates to verify.
         gain: their gain, in tokens.
         pipelined: whether the next step may be dispatched before this one's tokens are known, if
             nothing is drafted.
-        joint: the costs of steps of several sequences; None for a step of the sequence alone.
+        joint: the costs of joint steps; None for a step of this sequence alone.
         charge: the part of a joint step's time that the sequence's guard pays, in plain steps.
-        head: what trained heads have taken before the step, in plain steps.
+        head_time: what trained heads have taken before the step, in plain steps.
         head_seconds: the same by the clock.
         fault: the error raised while planning.
     """
@@ -248,7 +249,7 @@ class Plan(NamedTuple):
     pipelined: bool = True
     joint: Costs | None = None
     charge: float = 1.0
-    head: float = 0.0
+    head_time: float = 0.0
     head_seconds: float = 0.0
     fault: Exception | None = None
 
@@ -263,18 +264,18 @@ NO_PLAN = Plan()
 
 
 class Planner(Drafter):
-    """Drafts what gains most, given the costs of rows.
+    """Chooses the draft with the greatest gain, given the costs of rows.
 
-    Each step merges the sources' trees and sorts their nodes by probability. It drafts as many
-    nodes as maximise the expected tokens less the price of their time, within the limits of the
-    policy: see :func:`plan_drafts`. Every step corrects the costs and the probabilities.
+    Each step merges the sources' trees and sorts their nodes by probability. It drafts the number
+    of nodes that maximises the expected tokens less the price of their time, within the limits of
+    the policy: see :func:`plan_drafts`. Every step corrects the costs and the probabilities.
 
-    If planning fails, the generation loses only its drafts: the log gets a line, and the remaining
+    If planning fails, the generation only loses its drafts: a line is logged, and the remaining
     steps are plain. Exceptions of a user's own drafter are raised.
 
     Args:
         costs: the costs of steps, which learn from every step.
-        drafters: the sources of drafts. Of siblings with the same probability, the first source's
+        drafters: the sources of drafts. Among siblings with equal probability, the first source's
             come first. Each drafter except a :class:`SuffixSource` is wrapped in a
             :class:`DrafterSource`.
         branching: whether drafts may be trees; otherwise they are chains.
@@ -282,10 +283,10 @@ class Planner(Drafter):
 
     Attributes:
         branching: as given.
-        policy: the current generation's.
+        policy: the current generation's policy.
         failed: whether planning has failed in the current generation.
         guide: a constrained output's :class:`mlxspec.engine.grammar.Grammar`, or None.
-        head: drafts where nothing else is likely enough; None without a trained head.
+        head: a trained head's source, which drafts when nothing else is likely enough, or None.
     """
 
     guide: Any = None
@@ -331,11 +332,11 @@ class Planner(Drafter):
             self.head.attach(target, perturb)
 
     def search(self, limits: Limits) -> DraftTree:
-        """Candidates to follow the current token, the likeliest first."""
+        """The candidates after the current token, the likeliest first."""
         return self._united([source.search(limits) for source in self._sources], limits)
 
     def with_head(self, text: DraftTree, head: DraftTree, limits: Limits) -> DraftTree:
-        """The candidates of a search, and those of the trained head, the likelier first."""
+        """The candidates of a search merged with the trained head's, the likeliest first."""
         trees = sorted([text, head], key=lambda tree: -max(tree.p_reached, default=0.0))
         return self._united(trees, limits)
 
@@ -349,13 +350,13 @@ class Planner(Drafter):
     @property
     def head_time(self) -> float:
         """What trained heads have taken before the last step, in plain steps."""
-        return self._plan.head
+        return self._plan.head_time
 
     def propose(self, max_depth: int) -> DraftTree:
         try:
             plan = NO_PLAN
             if not self.failed:
-                (plan,) = plan_drafts([self], [max_depth], self.costs)
+                (plan,) = plan_drafts({self: max_depth}, self.costs)
         except Exception as error:
             plan = Plan(fault=error)
         return self.draft(plan)
@@ -385,9 +386,10 @@ class Planner(Drafter):
     def pipelined(self) -> bool:  # type: ignore[override]
         """Whether to dispatch the next forward before the next token is known.
 
-        Read when nothing is drafted now, but the next token may open a passage worth drafting.
-        Waiting for that token pays if drafts have lately gained more than the sync overhead, or if
-        one would after the likeliest token. The guard must allow that draft, too.
+        This is read when nothing is drafted now, but the next token may open a passage worth
+        drafting. Waiting for that token pays if drafts have lately gained more than the sync
+        overhead, or if a draft after the likeliest token would. The guard must also allow that
+        draft.
         """
         return self.failed or self._plan.pipelined
 
@@ -395,7 +397,7 @@ class Planner(Drafter):
         """The average gain of a draft after the next token, if the step waits for that token.
 
         Args:
-            candidates: for the current token; None if the search has failed.
+            candidates: the candidates after the current token; None if the search failed.
             costs: ``costs[rows]`` is the cost of a step with that many rows.
         """
         gain = self.policy.gain
@@ -425,22 +427,22 @@ class Planner(Drafter):
 
     def _learn(self, step: VerifiedStep) -> None:
         spent = sum(source.spent for source in self._sources)
-        if step.pipelined:  # it measures plain decoding, which has no planner
+        if step.pipelined:  # it stands for plain decoding, which has no planner
             spent = max(spent, min(step.drafting, step.seconds / 2))
-        # First, since a caller's cache may make the context longer than the prompt.
+        # Before the rest, since with a caller's cache the context is longer than the prompt.
         self.costs.move_to(step.context)
         plan, costs, charge = self._plan, self._plan.joint or self.costs, None
-        # A step that is planned alone may share a forward that was dispatched before.
+        # A step that was planned alone may share a forward that was dispatched ahead.
         if not plan.joint and step.sequences == 1:
             seconds = step.seconds - spent - plan.head_seconds
-            self.costs.record(step.rows, seconds, step.pipelined, plan.head)
+            self.costs.record(step.rows, seconds, step.pipelined)
         if plan.joint:
             drafted = step.rows - step.sequences
             cost = costs.hopeful(1 + drafted)
             charge = plan.charge if drafted or not plan.n_draft else 1.0
-        else:  # as corrected by this step, since the plan's costs were optimistic
+        else:  # corrected by this step, since the plan's costs were optimistic
             cost = costs.curve(len(step.tree))
-        cost += plan.head
+        cost += plan.head_time
         probing = costs.wants_plain_steps
         self.policy.settle(step, cost, gain=plan.gain, probing=probing, charge=charge)
         for source in self._sources:
@@ -457,14 +459,16 @@ class Planner(Drafter):
                 self._fails(error)
 
     def no_draft(self) -> str:
-        """Why the last proposal has no draft; computed on demand, since only ``explain`` asks."""
+        """Why the last proposal has no draft; computed on demand, since only ``explain`` needs
+        it.
+        """
         candidates, policy, costs = self._plan.candidates, self.policy, self.costs
         if candidates is None:
             return "planning has failed, as the log says"
         table = costs.hopeful.table
         if len(candidates) == 1:
             return (
-                "nothing that repeats here is likely enough for rows that cost "
+                "no repeated text is likely enough here for rows that cost "
                 f"{costs.hopeful.cheapest_rows[0]:.2f} plain steps each"
             )
         if policy.probes:
@@ -481,8 +485,7 @@ class Planner(Drafter):
 
 
 def plan_drafts(
-    planners: Sequence[Planner],
-    max_depths: Sequence[int],
+    planners: Mapping[Planner, int],
     costs: Costs,
     *,
     sequences: int = 1,
@@ -491,30 +494,30 @@ def plan_drafts(
 ) -> list[Plan]:
     """Plan the next step's drafts, for one sequence or for several together.
 
-    All candidates are sorted by their probabilities. The plan takes as many as maximise the
+    All candidates are sorted by their probabilities. The plan takes the number that maximises the
     expected tokens of all sequences less the price of the step's time, within the limits of the
-    guard. A token counts by the time that it saves, so a fast sequence's tokens count less: text
-    that is easy to copy can be copied later.
+    guard. A token is weighted by the time that it saves, so a fast sequence's tokens count less:
+    text that is easy to copy can be copied later.
 
     A draft delays every sequence of the step, so there are two limits. First, the sequences share
     their banks: the sum pays for a step that fails, and the drafting sequences are charged for the
-    step's extra time, in proportion to their rows. Second, no sequence waits for the others longer
-    than its patience: a few plain joint steps in all, and a tenth of its time.
+    step's extra time, in proportion to their rows. Second, no sequence is delayed by the others
+    beyond its patience: a few plain joint steps in all, and a tenth of its time.
 
     Args:
-        planners: the planners of the sequences, in the middle of a generation.
-        max_depths: per planner, the greatest depth of its draft.
-        costs: the costs of steps of all sequences: one row is a plain step of all of them, and
-            each draft token adds one.
+        planners: the planners of the sequences, in the middle of a generation, each with the
+            greatest depth of its draft.
+        costs: the costs of steps of all sequences: one row stands for a plain step of all, and each
+            draft token adds a row.
         sequences: the number of sequences that share the step, including those without a planner.
         rows_taken: rows that the step has in any case, besides one per sequence.
-        patient: whether sequences may wait for others as long as all gain together.
+        patient: whether sequences may be delayed by others, if all together gain.
 
     Returns:
-        a plan per planner; its ``fault`` is the exception of its drafters, if any.
+        one plan per planner; its ``fault`` is the exception of its drafters, if any.
     """
     step = _Step(planners, costs, sequences, rows_taken, patient or sequences == 1)
-    plans = step.run_heads(step.search(max_depths))
+    plans = step.run_heads(step.search())
     gain, n_draft = step.choose()
     pipelined = n_draft == 0 and step.is_pipelined(plans)
     shares = step.shares(n_draft)
@@ -522,7 +525,7 @@ def plan_drafts(
     return [
         plan._replace(
             n_draft=shares[index],
-            gain=part * gain - plan.head,
+            gain=part * gain - plan.head_time,
             pipelined=pipelined,
             joint=costs if sequences > 1 else None,
             charge=plan.charge + part * step.more_time(n_draft),
@@ -536,41 +539,37 @@ class _Step:
 
     def __init__(
         self,
-        planners: Sequence[Planner],
+        planners: Mapping[Planner, int],
         costs: Costs,
         sequences: int,
         rows_taken: int,
         patient: bool,
     ) -> None:
-        self._planners, self._costs, self._sequences = planners, costs, sequences
-        self._patient = patient
+        self._planners, self._depths = [*planners], planners.values()
+        self._costs, self._sequences, self._patient = costs, sequences, patient
         self._policies = [planner.policy for planner in planners]
         self._curve = costs.hopeful
         self._taken = min(rows_taken, self._curve.widest - 1)
         self._max_nodes = self._curve.widest - 1 - self._taken
-        # The weight of each sequence's tokens, 1 on average: the time that one usually takes.
+        # The weight of each sequence's tokens, 1 on average, in proportion to their usual time.
         times = [1 / policy.rate for policy in self._policies]
         self._weights = [time * len(times) / sum(times) for time in times]
         rates = zip(self._policies, self._weights, strict=True)
         self._rate = sum(policy.rate * weight for policy, weight in rates)
         self._rate += sequences - len(planners)
 
-    def search(self, max_depths: Sequence[int]) -> list[Plan]:
+    def search(self) -> list[Plan]:
         """Ask each planner for its candidates and sort all of them.
 
         Returns:
-            plans with candidates, but without a draft yet.
+            plans with candidates, but no drafts yet.
         """
         curve, plans = self._curve, list[Plan]()
         self._limits: list[Limits] = []
-        least_p = curve.cheapest_rows
-        for planner, weight, max_depth in zip(
-            self._planners, self._weights, max_depths, strict=True
-        ):
-            if self._sequences > 1:  # a row takes time from all sequences
-                scale = self._sequences / weight
-                least_p = [scale * cost for cost in curve.cheapest_rows]
-            limits = Limits(max_depth, self._max_nodes, planner.branching, least_p)
+        for planner, depth, weight in zip(self._planners, self._depths, self._weights, strict=True):
+            scale = self._sequences / weight  # a row costs all sequences time
+            least_p = [scale * cost for cost in curve.cheapest_rows]
+            limits = Limits(depth, self._max_nodes, planner.branching, least_p)
             self._limits.append(limits)
             try:
                 plans.append(Plan(planner.search(limits)))
@@ -600,10 +599,10 @@ class _Step:
         """Let trained heads draft, if that should gain more than it costs.
 
         Returns:
-            the plans, with the heads' candidates and what the heads have taken.
+            the plans, with the heads' candidates and time.
         """
         if any(policy.ahead for policy in self._policies):
-            return plans  # the next token is not known, and a draft would wait
+            return plans  # the next token is unknown, and a draft would have to wait
         heads = {
             index: planner.head
             for index, (planner, plan) in enumerate(zip(self._planners, plans, strict=True))
@@ -618,7 +617,7 @@ class _Step:
         drafts = members[0].run(members, depth)
         seconds = time.perf_counter() - started
         taken = self._time_of_heads(depth, members)
-        plans = [plan._replace(head=taken, head_seconds=seconds) for plan in plans]
+        plans = [plan._replace(head_time=taken, head_seconds=seconds) for plan in plans]
         for (index, head), draft in zip(heads.items(), drafts, strict=True):
             text, tree = plans[index].candidates, head.drafted(*draft)
             assert text
@@ -630,14 +629,14 @@ class _Step:
         return plans
 
     def _time_of_heads(self, depth: int, heads: Sequence[HeadSource]) -> float:
-        """What a draft of several heads takes, in plain steps."""
+        """The time of a draft by several heads, in plain steps."""
         seconds = heads[0].experience.seconds(depth, len(heads))
         return seconds / self._costs.seconds(1)
 
     def _depth_of_heads(self, plans: Sequence[Plan], heads: Mapping[int, HeadSource]) -> int:
-        """How deep heads should draft, by what they have shown; 0 if they should not run.
+        """How deep heads should draft, according to their experience; 0 if they should not run.
 
-        A head is taken to draft instead of text whose next token is less likely right.
+        A head is assumed to replace text drafts whose next token is less likely right.
         """
         texts, members = [plan.candidates for plan in plans], [*heads.values()]
         options = [(*self._outcome(self.choose()[1]), 0)]
@@ -659,30 +658,31 @@ class _Step:
         return found or int(trial)
 
     def _outcome(self, n_draft: int) -> tuple[float, float]:
-        """The expected tokens of the first ``n_draft`` nodes, and what the step costs."""
+        """The expected tokens with the first ``n_draft`` nodes, and the step's cost."""
         return self._expected[n_draft], self._table[n_draft + 1]
 
     def shares(self, n_draft: int) -> Counter[int]:
-        """How many of the first ``n_draft`` nodes each planner owns."""
+        """How many of the first ``n_draft`` nodes belong to each planner."""
         return Counter(self._owners[:n_draft])
 
     def more_time(self, n_draft: int) -> float:
         """The time that ``n_draft`` nodes add to a plain step, over all sequences together."""
         return self._sequences * (self._table[n_draft + 1] / self._table[1] - 1)
 
-    def choose(self, head: float = 0.0) -> tuple[float, int]:
+    def choose(self, head_time: float = 0.0) -> tuple[float, int]:
         """The greatest allowed gain, in tokens, and its number of nodes.
 
         Args:
-            head: what heads would have to take for it first, in plain steps.
+            head_time: the time, in plain steps, of the heads that would have to run first.
         """
         policies = self._policies
         # A sequence that has just joined does not know whether a forward was dispatched.
-        restart = head + self._costs.sync_overhead * any(policy.ahead for policy in policies)
+        restart = head_time + self._costs.sync_overhead * any(policy.ahead for policy in policies)
         banks = [policy.bank for policy in policies]
 
         def allows(gain: float, n_draft: int) -> bool:
-            shares, more = self.shares(n_draft), self.more_time(n_draft) + self._sequences * head
+            shares = self.shares(n_draft)
+            more = self.more_time(n_draft) + self._sequences * head_time
             drafts = [self._drafting[index].p_by_depth(own) for index, own in shares.items()]
             if expected_shortfall(1 + more, *drafts) > allowed_shortfall(banks, gain):
                 return False
@@ -691,7 +691,7 @@ class _Step:
         return best_draft(self._expected, self._table, self._rate, restart, allows)
 
     def _is_endured(self, more_time: float, shares: Counter[int]) -> bool:
-        """Whether each sequence's wait, less its own drafted tokens, is within its patience."""
+        """Whether each sequence's delay, less its own drafted tokens, is within its patience."""
         return all(
             more_time
             - sum(self._drafting[index].p_reached[: shares[index]] if shares[index] else ())
@@ -700,8 +700,10 @@ class _Step:
         )
 
     def is_pipelined(self, plans: Sequence[Plan]) -> bool:
-        """Whether a step without drafts need not wait for its tokens: drafts after them would gain
-        no more than the wait costs."""
+        """Whether a step without drafts need not wait for its tokens.
+
+        It need not if drafts after these tokens would gain no more than the wait costs.
+        """
         # The others do not wait for a probe of one sequence.
         if not self._drafting or (self._sequences > 1 and self._costs.wants_plain_steps):
             return True
@@ -722,7 +724,7 @@ class _Step:
 
 
 def log_fault(error: Exception) -> None:
-    """Log a failure of planning in one line; it costs only speed."""
+    """Log a failure of planning in one line; it only costs speed."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     reason = str(error).partition("\n")[0]
     _log.warning(

@@ -1,4 +1,4 @@
-"""Small drafters: prompt lookup, forced tokens; wrappers around any drafter."""
+"""Small drafters: prompt lookup, forced tokens, and wrappers around other drafters."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _LONGEST_NGRAM = 64  # each length has an index, which takes time and memory
 
 
 class PromptLookupDrafter(Drafter):
-    """Drafts a chain by looking the context's last tokens up in the context itself.
+    """Drafts a chain by looking up the context's last tokens in the context itself.
 
     For n from ``ngram_max`` down to ``ngram_min``, the last n tokens of prompt and output are
     looked up in the text before them. The tokens after the earliest occurrence of the longest
-    match are the draft. (Apoorv Saxena, "Prompt Lookup Decoding", 2023; transformers takes the
-    earliest match, too.)
+    match are the draft. (Apoorv Saxena, "Prompt Lookup Decoding", 2023; transformers also takes the
+    earliest match.)
 
     Args:
         n_draft: the most tokens to draft.
         ngram_max: the length of the longest n-gram to look up, at most 64.
-        ngram_min: the length of the shortest.
+        ngram_min: the length of the shortest n-gram.
 
     Raises:
         OptionError: a number is out of range, or ``ngram_min`` exceeds ``ngram_max``.
@@ -50,7 +50,7 @@ class PromptLookupDrafter(Drafter):
             raise OptionError(f"n_draft is {n_draft}: draft 1 token or more, or 0 for none")
         if not 1 <= ngram_min <= ngram_max <= _LONGEST_NGRAM:
             raise OptionError(
-                f"ngram_min is {ngram_min} and ngram_max {ngram_max}: "
+                f"ngram_min is {ngram_min}, and ngram_max is {ngram_max}: "
                 f"choose 1 <= ngram_min <= ngram_max <= {_LONGEST_NGRAM}"
             )
         self.n_draft = n_draft
@@ -59,7 +59,8 @@ class PromptLookupDrafter(Drafter):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._text: list[int] = []
-        # Per n-gram, its earliest end. A token adds one entry per n, and nothing scans the text.
+        # The earliest end of each n-gram. Each token adds one entry per n, so the text is never
+        # scanned.
         self._ends: dict[tuple[int, ...], int] = {}
         self._sizes = range(self.ngram_max, self.ngram_min - 1, -1)
         self.extend(prompt)
@@ -68,7 +69,7 @@ class PromptLookupDrafter(Drafter):
         text = self._text
         for n in self._sizes:
             end = self._ends.get(tuple(text[-n:]), len(text))
-            # The table includes the n-gram at the very end, which nothing follows.
+            # The table includes the n-gram at the text's end, which nothing follows.
             if end < len(text):
                 draft = text[end : end + min(max_depth, self.n_draft)]
                 return DraftTree.chain(text[-1], draft, "lookup")
@@ -91,10 +92,10 @@ class PromptLookupDrafter(Drafter):
 
 
 def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str | None]:
-    """Read TensorRT-LLM's ``prompt_lookup_config``: ``"[10,2,[0]]"``, or the list itself.
+    """Parse TensorRT-LLM's ``prompt_lookup_config``: ``"[10,2,[0]]"``, or the list itself.
 
     Args:
-        config: draft tokens, longest n-gram, and optionally a list of devices.
+        config: the number of draft tokens, the longest n-gram, and optionally a list of devices.
 
     Returns:
         the number of draft tokens, the longest n-gram, and a note to the user if a device list
@@ -118,7 +119,7 @@ def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str |
 
 
 # Where these come from: notes/planner.md, "Constants".
-_DEPTHS = 8  # with a probability each; deeper nodes share the last
+_DEPTHS = 8  # each with its probability; deeper nodes share the last
 _FIRST_P_ACCEPT = 0.5
 _RATE = 0.1
 _LEAST, _MOST = 0.01, 0.99  # nothing is certain
@@ -127,8 +128,8 @@ _LEAST, _MOST = 0.01, 0.99  # nothing is certain
 class DrafterSource(Drafter):
     """Adds probabilities to the drafts of any drafter, which drafts as if it were alone.
 
-    If a draft has no probabilities, they are learned from the tokens that followed, by depth,
-    whether the draft was verified or not. So a drafter that is often wrong soon costs only its own
+    If a draft has no probabilities, they are learned by depth from the tokens that followed,
+    whether or not the draft was verified. So a drafter that is often wrong soon costs only its own
     time, which is not part of the cost of rows.
 
     Args:
@@ -158,7 +159,7 @@ class DrafterSource(Drafter):
         self.spent = 0.0
 
     def search(self, limits: Limits) -> DraftTree:
-        """As :meth:`mlxspec.drafting.suffix_source.SuffixSource.search`."""
+        """Like :meth:`mlxspec.drafting.suffix_source.SuffixSource.search`."""
         with self._asking():
             proposed = self._drafter.propose(limits.max_depth)
             proposed = checked_draft(proposed, self._drafter, self._last)
@@ -176,7 +177,7 @@ class DrafterSource(Drafter):
             step = view(step, tree)
         self._last = step.tokens[-1]
         self.spent = 0.0
-        with self._asking():  # its time counts for the next step
+        with self._asking():  # this time counts for the next step
             self._drafter.observe(step)
 
     def end(self) -> None:
@@ -196,7 +197,7 @@ class DrafterSource(Drafter):
             self.spent += time.perf_counter() - started
 
     def _estimate(self, tree: DraftTree) -> list[float]:
-        """Per node but the root, the probability that it is accepted."""
+        """For each node except the root, the probability that it is accepted."""
         p_reached = [1.0]
         for parent, depth in zip(tree.parents[1:], tree.depths[1:], strict=True):
             p_reached.append(p_reached[parent] * self._p_accept[min(depth, _DEPTHS)])
@@ -228,7 +229,7 @@ class CombinedDrafter(Drafter):
 
     @property
     def pipelined(self) -> bool:  # type: ignore[override]
-        """Whether neither drafter expects a draft soon."""
+        """Whether both drafters expect no draft soon."""
         return self.first.pipelined and self.second.pipelined
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
@@ -262,13 +263,15 @@ GRAMMAR = "grammar"
 """The origin of forced tokens."""
 
 Forced = Callable[[], Sequence[int]]
-"""Returns the tokens that must come next, whatever the model predicts; none if it has a choice."""
+"""Returns the tokens that must come next, whatever the model predicts; none if several are
+allowed.
+"""
 
 _P_ACCEPT = 0.99  # of a forced token; nothing is certain
 
 
 class ForcedDrafter(NoDraft):
-    """Drafts the tokens that a constraint forces, which ``forced`` returns, and nothing else."""
+    """Drafts only the tokens that a constraint forces, as returned by ``forced``."""
 
     def __init__(self, forced: Forced) -> None:
         self._forced = forced
@@ -280,13 +283,13 @@ class ForcedDrafter(NoDraft):
 def with_forced(drafter: Drafter, forced: Forced) -> Drafter:
     """A drafter for a constrained output that also drafts the forced tokens."""
     both = CombinedDrafter(ForcedDrafter(forced), drafter)
-    # No alternative to a forced token is allowed, so the two never make a branch together.
+    # No alternative to a forced token is allowed, so merging the two never adds a branch.
     both.branching = drafter.branching
     return both
 
 
 def forced_chain(last: int, forced: Sequence[int]) -> DraftTree:
-    """The tokens that a constraint forces after the last one, if any."""
+    """A chain of the tokens that a constraint forces after the last token, if any."""
     p_reached = tuple(_P_ACCEPT**depth for depth in range(1, 1 + len(forced)))
     return replace(DraftTree.chain(last, forced, GRAMMAR), p_reached=p_reached)
 
@@ -296,7 +299,7 @@ class RecordedStep(NamedTuple):
 
     Attributes:
         verified: the step.
-        no_draft: why nothing was drafted, in a clause; empty with a draft.
+        no_draft: a clause that says why nothing was drafted; empty with a draft.
     """
 
     verified: VerifiedStep
@@ -337,9 +340,9 @@ class RecordingDrafter(Drafter):
             self._no_draft = ""
         elif len(self._proposed) > 1:
             self._no_draft = (
-                "the step was dispatched before its draft was known, so the draft has to wait"
+                "the step was dispatched before its draft was known, so the draft must wait"
                 if step.pipelined
-                else "the output's form or its end leaves the proposed draft no room"
+                else "the output's constraint or its end leaves no room for the proposed draft"
             )
         self._steps.append(RecordedStep(step, self._no_draft))
         self._drafter.observe(step)

@@ -1,4 +1,4 @@
-"""Drafts from repeated text: what followed earlier occurrences of the text's end."""
+"""Drafts from repeated text: the tokens after earlier occurrences of the text's end."""
 
 from __future__ import annotations
 
@@ -31,29 +31,28 @@ CONTEXT = "context"
 MEMORY, STORE, PREDICTION = "memory", "store", "prediction"
 """The origins of drafts from other texts."""
 OTHERS = "other"
-"""The origin, in the counts, of drafts that do not come from a :class:`SuffixSource`."""
+"""The origin under which drafts of other drafters are counted."""
 
 # Where these come from: notes/planner.md, "Constants".
-_LESSONS = 8  # tokens per step to learn from: further ones of a copy add nothing
+_LESSONS = 8  # tokens per step to learn from; more tokens of a copy add nothing
 _CHILDREN = 6  # per node of a tree; more are never likely enough
 _EARLIER_OCCURRENCES = 8  # requested from each earlier text
-_LEAST_P_REACHED = 0.01  # less likely nodes gain nothing on any machine
+_LEAST_P_REACHED = 0.01  # less likely nodes do not pay on any machine
 
 
 class SuffixSource(Drafter):
     """Drafts the continuations of earlier occurrences of the text's end.
 
-    It looks them up in the context and in other texts: a memory of outputs, a store, and the text
-    that the output is expected to follow. The probabilities are learned from every emitted token,
+    They are looked up in the context and in other texts: a memory of outputs, a store, and the text
+    that the output is expected to follow. Their probabilities are learned from every emitted token,
     drafted or not.
 
     Args:
         token_classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
         experience: the experience of earlier generations, which this one adds to.
-        memory: earlier outputs.
+        memory: the memory of earlier outputs, to which this one is added when it ends.
         store: texts.
         prediction: the text that the output is expected to follow.
-        remembers: whether to add the output to the memory at its end.
 
     Attributes:
         earned: the generation's counts: "steps", "tokens", and the accepted drafts from each of
@@ -71,11 +70,9 @@ class SuffixSource(Drafter):
         memory: Memory | None = None,
         store: Store | None = None,
         prediction: Sequence[int] = (),
-        remembers: bool = True,
     ) -> None:
         self._experience = experience or Experience()
-        self._memory, self._remembers = memory, remembers
-        self._store, self._prediction = store, prediction
+        self._memory, self._store, self._prediction = memory, store, prediction
         self._token_classes = token_classes
         self._acceptance = AcceptanceModel(token_classes)
 
@@ -94,7 +91,7 @@ class SuffixSource(Drafter):
                 acceptance.begin([self._experience.of_texts(name)])
                 self._others[name] = texts.look_up, acceptance
         if self._prediction:
-            # It is expected to follow the prompt, whose end is looked up.
+            # The prompt's end comes first, so that looking it up finds the prediction's beginning.
             text = SuffixIndex([*prompt[-LEADING_TOKENS:], *self._prediction])
             look_up = partial(excerpts, [text], vocab_size=sys.maxsize)
             acceptance = AcceptanceModel(self._token_classes, earlier=True)
@@ -128,7 +125,7 @@ class SuffixSource(Drafter):
         self._building.result().extend(step.tokens)
 
     def end(self) -> None:
-        if self._memory and self._remembers:
+        if self._memory:
             output = self._building.result().tokens[len(self._prompt) :]
             self._memory.add(output, self.earned, self._prompt)
         del self._building
@@ -138,8 +135,8 @@ class SuffixTree(TreeBuilder):
     """A tree of continuations, grown best first.
 
     A child's probability is the product of its parent's, the probability that its better siblings
-    are wrong, and its own p_accept. It never exceeds its parent's, so the first n nodes are a tree
-    for any n.
+    are wrong, and its own p_accept. It never exceeds its parent's, so for any n the first n nodes
+    form a tree.
 
     The tree grows as long as the next node may belong to the best draft.
 
@@ -147,10 +144,10 @@ class SuffixTree(TreeBuilder):
         root: the current token.
         name: the origin of its nodes.
         text: the text that was searched.
-        occurrences: the places in it where the context's end occurred before, the longest match
+        occurrences: the places in the text where the context's end occurred, the longest match
             first.
         acceptance: estimates the probabilities of continuations.
-        limits: the tree's.
+        limits: the limits of the tree.
     """
 
     def __init__(
@@ -165,15 +162,15 @@ class SuffixTree(TreeBuilder):
         super().__init__(root)
         self.name, self._text, self._acceptance = name, text, acceptance
         self._limits = limits
-        # Per node, the tokens that the text proposes to follow it, and their estimates.
+        # For each node, the tokens that follow it in the text, and their estimates.
         self._proposals: list[tuple[list[int], list[Estimate]]] = []
-        # Negative p_reached, serial number, parent, occurrences, path.
+        # Each entry: negative p_reached, serial number, parent, occurrences, path.
         self._frontier: list[tuple[float, int, int, list[Occurrence], list[int]]] = []
         self._serial = count()  # breaks ties: the older entry comes first
         self._grow(occurrences)
 
     def learn(self, emitted: Sequence[int]) -> None:
-        """Learn from the tokens that followed, whether they were drafted or not."""
+        """Learn from the tokens that followed, whether or not they were drafted."""
         node: int | None = 0
         for token in emitted[:_LESSONS]:
             if node is None:

@@ -1,4 +1,4 @@
-"""KV caches for verifying drafts: they take the mask of a tree and are cut to what was accepted.
+"""KV caches for verifying drafts: they apply a tree's mask, and can be cut to the accepted rows.
 
 The first half defines the kinds of caches, each for one layer of one sequence: plain, quantised,
 with a sliding window, or in a slot next to other sequences. The second half follows a step:
@@ -46,7 +46,7 @@ class TreeRows:
         self.ancestors = mx.array(tree.ancestors())
 
     def mask(self, cached: int, window_size: int | None) -> mx.array:
-        """Their mask behind so many cached positions, as of :func:`seen`."""
+        """The rows' mask after ``cached`` positions, from :func:`seen`."""
         return seen(self.depths, self.ancestors, mx.arange(cached), cached, window_size)
 
 
@@ -60,14 +60,14 @@ def seen(
 ) -> mx.array:
     """The mask of rows: each attends to the cache and to its ancestors, within the window.
 
-    A window counts positions. Siblings share one, so indices would miscount.
+    A window counts positions, not rows: siblings share a position.
 
     Args:
-        depths, ancestors: as of :class:`TreeRows`.
+        depths, ancestors: those of :class:`TreeRows`.
         cached: the positions of the cache's entries.
         offset: the position after the cache's end.
         window_size: the number of positions that a row sees, including its own; None for all.
-        keep: how many of these are the context's first positions.
+        keep: how many of the positions that a row sees are the context's first ones.
 
     Returns:
         bool array, (rows, cached + rows).
@@ -105,7 +105,7 @@ class TreeSteps:
 
 
 _STEP = 256  # entries by which buffers grow
-_SLACK = 16  # entries beyond the window that are kept when older ones are dropped
+_SLACK = 16  # extra entries to keep when entries beyond the window are dropped
 
 
 class WindowKVCache(TreeSteps):
@@ -113,12 +113,13 @@ class WindowKVCache(TreeSteps):
 
     mlx-lm's rotating cache overwrites its oldest entries, so a rejected draft destroys entries
     that are still needed. This cache appends, and drops old entries only when its buffers are
-    full. It can be cut back to any length since then, and 16 positions further. It holds at most
-    the window, the rows of one step and 272 more entries.
+    full. It can be cut back to any length that it has had since the last drop, and 16 positions
+    further. It holds at most the window, the rows of one step and 272 more entries.
 
-    Entries are ordered by position: the first ``keep``, then all from ``start`` on. A row sees
-    what mlx-lm's cache shows to a step of one row: the latest ``max_size`` positions, including
-    its own. If the first positions are kept, it sees them and the latest ``max_size - keep``.
+    Entries are ordered by position: the first ``keep``, then all from ``start`` on. A row sees the
+    same positions as in a step of one row with mlx-lm's cache: the latest ``max_size`` positions,
+    including its own. If the first positions are kept, it sees them and the latest ``max_size -
+    keep``.
 
     Args:
         max_size: the most positions that a row sees.
@@ -161,7 +162,7 @@ class WindowKVCache(TreeSteps):
         return keys, values, self.offset, self.keep, self.max_size, keys.shape[2]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append a step's rows; return the entries that :meth:`make_mask` has masked."""
+        """Append a step's rows; return the entries that the mask from :meth:`make_mask` covers."""
         rows = keys.shape[2]
         if self.keys is None:
             # No positions yet: _make_room allocates them.
@@ -184,7 +185,8 @@ class WindowKVCache(TreeSteps):
     ) -> mx.array | str | None:
         """The next step's mask, for the entries that :meth:`update_and_fetch` will return.
 
-        mlx-lm's own mask for several rows hides the kept first positions, which a single row sees.
+        mlx-lm's own mask for several rows hides the kept first positions, but a single row sees
+        them.
         """
         span = min(window_size or self.max_size, self.max_size)
         if self.rows is None and self._cached() + N <= span:
@@ -210,7 +212,7 @@ class WindowKVCache(TreeSteps):
         length = self.offset - n
         if n > 0:
             if not self.reaches_back_to(length):
-                raise ValueError(f"the window has moved on too far to be cut to {length} positions")
+                raise ValueError(f"the window has moved too far to be cut to {length} positions")
             self.offset = length
         return n
 
@@ -231,21 +233,23 @@ class WindowKVCache(TreeSteps):
     def _cached(self) -> int:
         """The number of cached entries that the next rows may see."""
         entries = self.index(self.offset)
-        # If the first positions are kept, the mask hides the entries in between.
+        # If the first positions are kept, the mask hides the entries between them and the window.
         return entries if self.keep else min(entries, self.max_size - 1)
 
     def _make_room(self, rows: int) -> None:
-        """If the buffers are full, drop what no row will see and make room for ``rows`` more."""
+        """If the buffers are full, drop entries that no row will see, and make room for ``rows``
+        more.
+        """
         if self.keys is not None and self.index(self.offset) + rows > self.keys.shape[2]:
             self._drop_unseen(math.ceil(rows / _STEP) * _STEP)
 
     def compact(self) -> None:
-        """Drop what no row will see, if that is much, as after a prefill."""
+        """Drop entries that no row will see, if there are many, as after a prefill."""
         if self.keys is not None and self.keys.shape[2] > self.max_size + _SLACK + _STEP:
             self._drop_unseen(0)
 
     def _drop_unseen(self, room: int) -> None:
-        """Drop what no row will see, and leave room for ``room`` rows."""
+        """Drop entries that no row will see, and leave room for ``room`` rows."""
         end = self.index(self.offset)
         start = max(self._start, self.offset - self.max_size - _SLACK)
         first, latest = slice(0, self.keep), slice(self.keep + start - self._start, end)
@@ -261,7 +265,7 @@ class WindowKVCache(TreeSteps):
 
 
 def whole_steps(positions: int) -> int:
-    """The positions for which buffers have room once they hold so many."""
+    """The size of buffers that hold ``positions`` positions."""
     return -(-positions // _STEP) * _STEP
 
 
@@ -270,51 +274,47 @@ class Slots:
 
     The first slots are in use. MLX writes into these arrays in place unless something still
     refers to an earlier state.
+
+    Args:
+        like: a cache of the layer, which is not put into a slot.
     """
 
-    keys: mx.array
-    values: mx.array
-
-    def __init__(self) -> None:
-        self._shape = 0, 0  # slots, positions
+    def __init__(self, like: KVCache) -> None:
+        keys, values = like.keys_and_values()
+        self.keys = mx.zeros((0, keys.shape[1], 0, keys.shape[3]), keys.dtype)
+        self.values = mx.zeros((0, values.shape[1], 0, values.shape[3]), values.dtype)
 
     def put(self, slot: int, cache: KVCache) -> None:
         """Copy a sequence's keys and values into a slot."""
         keys, values = cache.keys_and_values()
-        if self._shape == (0, 0):
-            self.keys = mx.zeros((0, keys.shape[1], 0, keys.shape[3]), keys.dtype)
-            self.values = mx.zeros((0, values.shape[1], 0, values.shape[3]), values.dtype)
         self.make_room(slot + 1, cache.offset)
         self.keys[slot : slot + 1, :, : cache.offset] = keys
         self.values[slot : slot + 1, :, : cache.offset] = values
 
     def make_room(self, slots: int, positions: int) -> None:
         """Grow to at least this many slots and positions."""
-        before = self._shape
-        if slots <= before[0] and positions <= before[1]:
+        held, _, room, _ = self.keys.shape
+        if slots <= held and positions <= room:
             return
-        slots = max(slots, before[0])
-        positions = before[1] if positions <= before[1] else whole_steps(positions)
+        more_slots = max(slots - held, 0)
+        more_positions = whole_steps(positions) - room if positions > room else 0
 
         def grown(array: mx.array) -> mx.array:
-            more = [(0, slots - before[0]), (0, 0), (0, positions - before[1]), (0, 0)]
-            return mx.pad(array, more)
+            return mx.pad(array, [(0, more_slots), (0, 0), (0, more_positions), (0, 0)])
 
         self.keys, self.values = grown(self.keys), grown(self.values)
-        self._shape = slots, positions
 
     @property
     def capacity(self) -> int:
         """The number of positions in all slots."""
-        return self._shape[0] * self._shape[1]
+        return self.keys.shape[0] * self.keys.shape[2]
 
     def cut(self, slots: int, positions: int) -> None:
         """Shrink to this many slots, and about this many positions."""
-        positions = min(self._shape[1], whole_steps(positions))
+        positions = whole_steps(positions)
         self.keys = mx.contiguous(self.keys[:slots, :, :positions])
         self.values = mx.contiguous(self.values[:slots, :, :positions])
         mx.eval(self.keys, self.values)
-        self._shape = slots, positions
 
     def write(self, places: mx.array, end: int, keys: mx.array, values: mx.array) -> None:
         """Write a step's rows into the first slots.
@@ -325,7 +325,7 @@ class Slots:
             keys, values: (slots, heads, rows, head_dim).
         """
         self.make_room(0, end)
-        unused = self._shape[0] - len(places)
+        unused = len(self.keys) - len(places)
         if unused:
             rows = [(0, unused), (0, 0), (0, 0), (0, 0)]
             places, keys, values = (mx.pad(array, rows) for array in (places, keys, values))
@@ -340,7 +340,7 @@ class SlotKVCache(TreeSteps, KVCache):
     Args:
         slots: the layer's slots.
         slot: the index of the sequence's slot.
-        offset: the number of positions that it holds.
+        offset: the number of positions that the cache holds.
     """
 
     def __init__(self, slots: Slots, slot: int, offset: int) -> None:
@@ -402,10 +402,10 @@ TREE_CACHES = (TreeKVCache, TreeQuantizedKVCache, WindowKVCache, SlotKVCache)
 
 
 def for_steps(cache: Any) -> Any:
-    """Convert a cache to a kind that can be cut back after a step, if such a kind exists.
+    """Convert a cache to a kind that can be cut back after a step, if there is one.
 
     Args:
-        cache: mlx-lm's, or of the model's own kind. The result shares its arrays.
+        cache: mlx-lm's, or of a class that the model defines. The result shares its arrays.
     """
     if type(cache) is KVCache:
         return TreeKVCache.from_state(cache.state)
@@ -419,7 +419,7 @@ def for_steps(cache: Any) -> Any:
 
 
 def compact(caches: Iterable[Any]) -> None:
-    """Copy states that may be views of all rows of a prefill, to free those rows."""
+    """Copy states that may be views into all rows of a prefill, to free those rows."""
     for cache in parts(caches):
         if isinstance(cache, ArraysCache):
             cache.cache = [
@@ -469,17 +469,17 @@ def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
     """The arrays in caches; pass :func:`parts` of the caches if they may include lists."""
     found: list[Any] = []
     for cache in caches:
-        # tree_flatten would take many times as long.
+        # mlx's tree_flatten would take many times as long.
         slot = isinstance(cache, SlotKVCache)
         for value in (cache.keys, cache.values) if slot else vars(cache).values():
             found += value if isinstance(value, list | tuple) else [value]
-    # Many sequences share the arrays of their slots.
+    # Sequences in slots share arrays.
     return list({id(one): one for one in found if isinstance(one, mx.array)}.values())
 
 
 def is_trimmable(cache: Any) -> bool:
     """Whether a cache can drop its last positions, whatever it holds."""
-    # A rotating cache claims that it can until it has wrapped.
+    # A rotating cache says so only until it has wrapped.
     return cache.is_trimmable() and not isinstance(cache, RotatingKVCache)
 
 
@@ -490,7 +490,7 @@ def is_trimmable_anywhere(cache: Any) -> bool:
 
 @contextmanager
 def masked_for(rows: TreeRows, caches: Sequence[Any]) -> Iterator[None]:
-    """A context in which caches make the mask of a tree step's rows."""
+    """A context in which caches make the mask for the rows of a tree."""
     try:
         for cache in caches:
             cache.rows = rows
@@ -501,14 +501,14 @@ def masked_for(rows: TreeRows, caches: Sequence[Any]) -> Iterator[None]:
 
 
 def move_rows(kept: Iterable[tuple[Sequence[Any], int, Sequence[int]]]) -> None:
-    """Move the accepted rows together, to the start of the step's rows; wait once for all.
+    """Move the accepted rows to the start of the step's rows; wait only once for all sequences.
 
-    Their RoPE positions are right already: a row's position is its depth, and accepted rows have
+    Their RoPE positions are already right: a row's position is its depth, and accepted rows have
     consecutive depths. The rows after them still have to be :func:`cut`.
 
     Args:
-        kept: per sequence, its caches, which can all be cut; the position of the step's first
-            row; and the indices of the accepted rows, in order.
+        kept: for each sequence, its caches, all of which can be cut; the position of the step's
+            first row; and the indices of the accepted rows, in order.
     """
     moved: list[tuple[mx.array, Any, mx.array]] = []
     changed: list[Any] = []
@@ -536,14 +536,14 @@ def move_rows(kept: Iterable[tuple[Sequence[Any], int, Sequence[int]]]) -> None:
 def cut(caches: Iterable[Any], length: int) -> None:
     """Drop everything after the first ``length`` positions.
 
-    Each cache is cut by itself: an interrupted forward leaves some longer than others.
+    Each cache is cut separately, since an interrupted forward leaves some longer than others.
 
     Raises:
         ValueError: a window has dropped positions that the next row would see.
     """
     for cache in caches:
         if isinstance(cache, TREE_CACHES):
-            cache.rows = None  # an interrupted tree step may have left some
+            cache.rows = None  # an interrupted tree step may have left them
         cache.trim(max(0, cache.offset - length))
 
 
@@ -555,10 +555,10 @@ def can_be_cut(cache: Any, length: int) -> bool:
 
 
 def first_positions(cache: Any, length: int, room: int) -> Any:
-    """Copy the first ``length`` positions of a cache into a new cache of mlx-lm's.
+    """Copy the first ``length`` positions of a cache into a new cache of mlx-lm's class.
 
     Args:
-        cache: one that :func:`can_be_cut` to the length, or ends there. It may be in use.
+        cache: it ends at the length, or :func:`can_be_cut` is true for it. It may be in use.
         length: at least 1.
         room: allocate plain caches for this many positions; later writes within them copy
             nothing.
@@ -571,7 +571,7 @@ def first_positions(cache: Any, length: int, room: int) -> Any:
         return RotatingKVCache.from_state(cut_back.rotating_state())
     if isinstance(cache, KVCache | QuantizedKVCache):
         kind = QuantizedKVCache if isinstance(cache, QuantizedKVCache) else KVCache
-        if cache.keys is None:  # a layer that has seen nothing yet
+        if cache.keys is None:  # a layer that has not run yet
             return copy.copy(cache)
 
         def taken(array: mx.array) -> mx.array:
@@ -596,7 +596,7 @@ class Snapshot:
 
     Args:
         caches: the caches to restore.
-        length: the context cache's at that moment.
+        length: the length of the context at that moment.
     """
 
     def __init__(self, caches: Sequence[Any], length: int = 0) -> None:

@@ -1,10 +1,10 @@
-"""What a model can verify: found by running a few small forwards, whatever its architecture's name.
+"""Finds out what a model can verify by running a few small forwards, whatever its architecture.
 
 :func:`examine` asks three questions in order. What do the caches allow (:func:`cache_capability`)?
-Do several rows in one forward give the same as one by one, wherever they are in a context
-(:func:`chain_capability`)? Does a branching step give the same as each of its branches?
-:func:`examine_joint` tries how several sequences share a forward. Logits agree if they differ by no
-more than rounding (:func:`rounding_noise`).
+Do several rows in one forward give the same result as one by one, anywhere in a context
+(:func:`chain_capability`)? Does a branching step give the same result as each of its branches?
+:func:`examine_joint` finds out how several sequences can share a forward. Logits agree if they
+differ by no more than rounding (:func:`rounding_noise`).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .joint import Joint, JointMode
 from .model_sizes import context_length, crossings, named_positions, sparse_crossing
 from .params import CacheOptions
 from .patches import finite, forward_at, install
-from .target import Capability, Target, target_for, together, vocabulary_size
+from .target import Capability, Target, target_for, together
 
 _PREFIX = (3, 1, 4)  # the tokens before a trial step
 _ROWS_DIFFER = "several rows in one forward give different logits than one by one"
 
-# How much rounding alone changes logits when several rows run together, as a share of the logits'
-# spread: the least to assume, and the most.
+# How much rounding alone may change logits when several rows run together, as a share of the
+# logits' spread: the lower and the upper bounds.
 _LEAST_ROUNDING = 1e-4
 _MOST_ROUNDING_FLOAT32, _MOST_ROUNDING_HALF = 1e-3, 3e-2
 
@@ -49,7 +49,7 @@ def examine(model: nn.Module) -> tuple[Capability, str]:
     """Find out which drafts the model verifies correctly.
 
     Returns:
-        the model's capability, and what keeps it from a richer one, in words.
+        the model's capability, and the reason why it has no richer one.
     """
     capability = chain_capability(model)
     if capability is Capability.PLAIN:
@@ -76,10 +76,10 @@ def _names(caches: Iterable[Any]) -> str:
 
 
 def cache_capability(caches: Iterable[Any]) -> Capability:
-    """The richest capability that caches allow; no model runs, so TREE may yet fail.
+    """The richest capability that caches allow. No model runs, so trees may still fail.
 
     Args:
-        caches: mlx-lm's, as its ``make_prompt_cache`` makes them for a model.
+        caches: from mlx-lm's ``make_prompt_cache``.
     """
     found = parts(map(for_steps, caches))
     if not all(map(is_trimmable, found)):
@@ -89,22 +89,22 @@ def cache_capability(caches: Iterable[Any]) -> Capability:
 
 
 def capability_with(caches: Iterable[Any], capability: Capability) -> Capability:
-    """What a model can verify on caller-supplied caches, which may differ in kind from its own.
+    """What a model can verify with a caller's caches, which may be of other kinds than its own.
 
     Args:
         caches: mlx-lm's.
         capability: the model's with the caches that mlx-lm makes for it.
     """
-    return max(cache_capability(caches), capability, key=list(Capability).index)  # the poorer
+    return max(cache_capability(caches), capability, key=list(Capability).index)  # the lesser
 
 
 def check_quantization(model: nn.Module, options: CacheOptions) -> None:
     """Refuse options that cannot quantise the model's cache, before a generation needs it.
 
-    The graph of two small forwards is built and never evaluated.
+    The graphs of two small forwards are built, but never evaluated.
 
     Raises:
-        OptionError: mlx-lm cannot quantise this model's cache, or not with these options.
+        OptionError: mlx-lm cannot quantise this model's cache, at least not with these options.
     """
     if options.kv_bits is None:
         return
@@ -126,9 +126,9 @@ def check_quantization(model: nn.Module, options: CacheOptions) -> None:
 
 
 def chain_capability(model: nn.Module) -> Capability:
-    """What the model verifies of unbranched drafts, found once by a few forwards.
+    """Which unbranched drafts the model verifies, found once by a few forwards.
 
-    PLAIN also if rows differ only somewhere in the context, as with dynamic NTK.
+    It is PLAIN even if rows differ only at some positions, as with dynamic NTK.
     """
     if (known := getattr(model, "chain_capability", None)) is not None:
         return known
@@ -140,7 +140,7 @@ def chain_capability(model: nn.Module) -> Capability:
 
 
 def _verifies_chains(model: nn.Module, capability: Capability) -> bool:
-    """Whether a partly rejected step, and the step after it, give what single tokens give."""
+    """Whether a partly rejected step, and the step after it, give the same as single tokens."""
     draft, kept, after = (1, 5, 2, 6), 2, (7, 2, 1)
 
     def run(target: Target, tokens: tuple[int, ...], keep: int) -> mx.array:
@@ -149,21 +149,20 @@ def _verifies_chains(model: nn.Module, capability: Capability) -> bool:
         target.commit(range(keep))
         return rows
 
-    vocab_size = vocabulary_size(model)
-    drafted, single = (target_for(model, capability, vocab_size) for _ in range(2))
+    drafted, single = (target_for(model, capability) for _ in range(2))
     drafted.prefill(_PREFIX)
     single.prefill(_PREFIX)
     first = run(drafted, draft, kept)
     several = mx.concatenate([first, run(drafted, after, len(after))])
     one_by_one = mx.concatenate([run(single, (token,), 1) for token in (*draft[:kept], *after)])
 
-    # The mean, since in half precision rounding can route a row to other experts.
+    # The mean, since rounding in half precision can route a row to other experts.
     difference = mx.mean(mx.abs(several - one_by_one).astype(mx.float32))
     return cast(bool, (difference <= _most_rounding(one_by_one)).item())
 
 
 def _most_rounding(found: mx.array) -> mx.array:
-    """The most by which rounding may change these logits, which have the model's own type."""
+    """The most that rounding may change these logits, which are in the model's data type."""
     share = _MOST_ROUNDING_FLOAT32 if found.dtype == mx.float32 else _MOST_ROUNDING_HALF
     return share * (mx.max(found) - mx.min(found)).astype(mx.float32)
 
@@ -172,9 +171,9 @@ def _most_rounding(found: mx.array) -> mx.array:
 
 
 class _ShiftedCache(ConcatenateKVCache):
-    """A cache whose offset may be greater than the number of its entries.
+    """A cache whose offset may exceed the number of its entries.
 
-    It allows trials at long contexts without the memory for them.
+    It allows trials at long contexts without the memory that they would need.
     """
 
     offset: int
@@ -196,7 +195,7 @@ class _ShiftedCache(ConcatenateKVCache):
 
 
 def _trial_caches(model: nn.Module) -> list[Any]:
-    """New caches of a model, which :func:`_context` moves to a position."""
+    """New caches for a model, which :func:`_context` moves to a position."""
 
     def on_trial(cache: Any) -> Any:
         if isinstance(cache, CacheList):
@@ -209,8 +208,8 @@ def _trial_caches(model: nn.Module) -> list[Any]:
 def _context(model: nn.Module, length: int, prefix: tuple[int, ...] = _PREFIX) -> list[Any]:
     """Trial caches at the end of a context of ``length`` positions.
 
-    Sparse attention chooses among entries. So where it begins to leave some out, the caches are
-    filled up with random ones. Elsewhere only their offset is set.
+    Usually only their offset is set. Where sparse attention begins to leave entries out, the caches
+    are filled with random entries for it to choose from.
 
     Args:
         model: the target.
@@ -238,7 +237,7 @@ def _filled(own: Any, before: int) -> mx.array:
 def logits(model: nn.Module, tokens: tuple[int, ...], caches: list[Any]) -> mx.array:
     """The model's logits in float32, (len(tokens), vocabulary).
 
-    They are computed at once: in a pipeline of several machines each has a graph of its own, and
+    They are evaluated immediately: in a pipeline over several machines, each has its own graph, and
     MLX could run the forwards of one evaluation in different orders.
     """
     found = finite(model(mx.array(tokens)[None], cache=caches)[0].astype(mx.float32))
@@ -249,20 +248,20 @@ def logits(model: nn.Module, tokens: tuple[int, ...], caches: list[Any]) -> mx.a
 # --- where a rule for positions changes ---
 
 _WITH_POSITIONS = (KVCache, RotatingKVCache)
-_ROWS = 8  # of a trial step: a small change of a rule shows only in many rows
-_SAMPLES = 3  # of tokens: in half precision, rounding routes some rows to other experts
+_ROWS = 8  # of a trial step: small changes of a rule only show in many rows
+_SAMPLES = 3  # of tokens: rounding in half precision can route rows to other experts
 
 
 def _rows_differ_somewhere(model: nn.Module) -> bool:
-    """Whether rows give something else in one forward than one by one, far inside a context.
+    """Whether rows give other logits in one forward than alone, somewhere far into a context.
 
-    Trial steps straddle the positions within the model's context that its configuration names,
-    with three or four small forwards each.
+    Trial steps, of three or four small forwards each, straddle the positions that the model's
+    configuration names.
     """
     kinds = {type(cache) for cache in parts(make_prompt_cache(model))}
     with_positions = {kind for kind in kinds if issubclass(kind, _WITH_POSITIONS)}
     if not with_positions or not all(issubclass(k, ArraysCache) for k in kinds - with_positions):
-        return False  # no positions, or caches that cannot claim another position
+        return False  # no positions, or caches whose offset cannot be set
     noise = together(rounding_noise, model)
     end = context_length(model) or math.inf
     return any(
@@ -273,13 +272,13 @@ def _rows_differ_somewhere(model: nn.Module) -> bool:
 
 
 def rows_agree(model: nn.Module, start: int, noise: float, sample: int) -> bool:
-    """Whether a step gives the same if its first and its last row run alone.
+    """Whether a step gives the same logits if its first and its last row run alone.
 
     Args:
         model: the target.
         start: the position of the step's first row.
         noise: from :func:`rounding_noise`.
-        sample: which tokens to try.
+        sample: the number of the sample of tokens to try.
     """
     at_once = _context(model, start)
     apart = copy.deepcopy(at_once)
@@ -291,9 +290,9 @@ def rows_agree(model: nn.Module, start: int, noise: float, sample: int) -> bool:
 
 
 def _first_failing(model: nn.Module, agrees: Callable[..., bool], *args: Any) -> int | None:
-    """The first position tried at which several rows in a forward differ from fewer.
+    """The first position at which a trial step fails.
 
-    Steps are tried at the beginning of a context and across all crossings, which reveal positions
+    Steps are tried at the beginning of a context and across all crossings, which reveals positions
     that are scaled outside RoPE modules.
 
     Args:
@@ -302,10 +301,10 @@ def _first_failing(model: nn.Module, agrees: Callable[..., bool], *args: Any) ->
         args: further arguments of ``agrees``.
 
     Returns:
-        None if no step differs.
+        None if no step fails.
     """
     noise = together(rounding_noise, model)
-    # From two below each crossing, the step's positions lie on both sides of it.
+    # A step that starts two below a crossing has positions on both sides of it.
     for start in (len(_PREFIX), *(position - 2 for position in crossings(model))):
         if not together(agrees, model, start, noise, *args):
             return start - len(_PREFIX)
@@ -319,10 +318,10 @@ _DEPTH = len(_BRANCHES[0])
 
 
 def rounding_noise(model: nn.Module) -> float:
-    """How much logits differ by rounding between rows computed together and one by one.
+    """How much rounding makes logits differ between rows computed together and one by one.
 
-    A difference too great for rounding is a fault of the model's, which must not excuse other
-    faults. So the result is at most what rounding can do.
+    The result has an upper bound: a larger difference is a fault of the model, which must not
+    excuse other faults.
     """
     tokens = (*_PREFIX, 1, 5, 2, 6)
     at_once, one_by_one = _trial_caches(model), _trial_caches(model)
@@ -333,7 +332,7 @@ def rounding_noise(model: nn.Module) -> float:
 
 
 def tree_agrees(model: nn.Module, start: int, noise: float) -> bool:
-    """Whether a branching step at this position gives the same as separate branches."""
+    """Whether a branching step at this position gives the same logits as separate branches."""
     tree = DraftTree.from_branches(_ROOT, _BRANCHES)
     before = _context(model, start)
     caches = copy.deepcopy(before)
@@ -345,9 +344,9 @@ def tree_agrees(model: nn.Module, start: int, noise: float) -> bool:
     try:
         found = forward_at(model, tokens, caches, rows.depths)[0]
     except (TypeError, ValueError):
-        return False  # a RoPE that takes one integer offset only
+        return False  # a RoPE that accepts only one integer offset
     found = finite(found.astype(mx.float32))
-    agreed = []  # no machine may stop early, since others would wait for it
+    agreed = []  # no machine may stop early: the others would wait for it
     for index, branch in enumerate(_BRANCHES):
         nodes = mx.array([0, *range(1 + index * _DEPTH, 1 + (index + 1) * _DEPTH)])
         expected = logits(model, (_ROOT, *branch), copy.deepcopy(before))
@@ -356,7 +355,7 @@ def tree_agrees(model: nn.Module, start: int, noise: float) -> bool:
 
 
 def _agrees(found: mx.array, expected: mx.array, noise: float) -> bool:
-    """Whether logits, (rows, vocabulary) both, differ by no more than rounding."""
+    """Whether two arrays of logits, (rows, vocabulary), differ by no more than rounding."""
     spread = mx.max(expected) - mx.min(expected)
     error = mx.max(mx.abs(found - expected))
     return cast(bool, (error <= 4 * noise + _LEAST_ROUNDING * spread).item())
@@ -366,7 +365,7 @@ def _agrees(found: mx.array, expected: mx.array, noise: float) -> bool:
 
 _PREFIXES = (_PREFIX, (2, 7, 5), (6, 2, 3))
 _JOINT_STEPS = (((1, 5, 2, 6), (7,), (2, 1)), ((3,), (4, 1), (5,)))
-"""Per trial step the rows of each sequence."""
+"""For each trial step, the number of rows of each sequence."""
 
 
 def joint_mode(model: nn.Module) -> JointMode:
@@ -375,9 +374,9 @@ def joint_mode(model: nn.Module) -> JointMode:
 
 
 def examine_joint(model: nn.Module, capability: Capability) -> tuple[JointMode, str]:
-    """Find out with small forwards how several sequences can share one forward of the model.
+    """Find out, by small forwards, how several sequences can share one forward of the model.
 
-    Joint forwards of sequences with unequal numbers of rows are compared with separate forwards,
+    Joint forwards of sequences with different numbers of rows are compared with separate forwards,
     at the beginning of a context and across all crossings.
 
     Args:
@@ -386,8 +385,8 @@ def examine_joint(model: nn.Module, capability: Capability) -> tuple[JointMode, 
             one sequence affect each other, so nothing is tried.
 
     Returns:
-        the cheapest mode that gives each sequence the same as a forward of its own, and what keeps
-        the model from a cheaper one, in words.
+        the cheapest mode that gives each sequence the same as its own forward, and the reason why
+        it is no cheaper one.
     """
     if getattr(model, "is_pipeline", False):
         return JointMode.ALONE, "its layers are on several machines"
@@ -396,10 +395,10 @@ def examine_joint(model: nn.Module, capability: Capability) -> tuple[JointMode, 
     caches = parts(map(for_steps, make_prompt_cache(model)))
     joins = (*TREE_CACHES, ArraysCache)
     if others := [cache for cache in caches if not isinstance(cache, joins)]:
-        return JointMode.ALONE, f"{_names(others)} takes the rows of one sequence only"
+        return JointMode.ALONE, f"{_names(others)} accepts only one sequence"
     position = _first_failing(model, joint_agrees, JointMode.SPLIT.value)
     if position is None:
-        return JointMode.SPLIT, "a joint forward gives each sequence what it gets alone"
+        return JointMode.SPLIT, "a joint forward gives each sequence the same result as alone"
     if _first_failing(model, joint_agrees, JointMode.BLOCK.value) is None:
         reason = f"without the mask it differs from separate forwards at position {position}"
         return JointMode.BLOCK, reason
@@ -408,7 +407,7 @@ def examine_joint(model: nn.Module, capability: Capability) -> tuple[JointMode, 
 
 
 def joint_agrees(model: nn.Module, start: int, noise: float, mode: str) -> bool:
-    """Whether a joint forward gives each sequence the same as a forward of its own.
+    """Whether a joint forward gives each sequence the same logits as its own forward.
 
     Args:
         model: the target.
@@ -420,12 +419,12 @@ def joint_agrees(model: nn.Module, start: int, noise: float, mode: str) -> bool:
     apart = [
         _context(model, position, prefix) for position, prefix in zip(at, _PREFIXES, strict=True)
     ]
-    # All rows are kept, as if the caches could be cut.
-    targets = [Target(model, Capability.CHAIN, 0, cache=copy.deepcopy(own)) for own in apart]
+    # All rows are kept, so it does not matter whether the caches can be cut.
+    targets = [Target(model, Capability.CHAIN, cache=copy.deepcopy(own)) for own in apart]
     joint = Joint(model, JointMode(mode))
     recurrent = any(isinstance(part, ArraysCache) for part in parts(apart[0]))
     # Damage to a recurrent state shows in the next step.
-    agreed = []  # no machine may stop early, since others would wait for it
+    agreed = []  # no machine may stop early: the others would wait for it
     for rows in _JOINT_STEPS if recurrent else _JOINT_STEPS[:1]:
         expected = [logits(model, *own) for own in zip(rows, apart, strict=True)]
         trees = [DraftTree.chain(tokens[0], tokens[1:]) for tokens in rows]
@@ -434,7 +433,7 @@ def joint_agrees(model: nn.Module, start: int, noise: float, mode: str) -> bool:
             found = finite(found.astype(mx.float32))
             mx.eval(found)
         except (AttributeError, IndexError, TypeError, ValueError):
-            return False  # it uses keys, masks or positions in ways that joint forwards lack
+            return False  # it uses keys, masks or positions in an unsupported way
         agreed += [
             _agrees(found[span], own, noise) for span, own in zip(spans, expected, strict=True)
         ]

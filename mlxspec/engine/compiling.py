@@ -1,7 +1,7 @@
-"""Compiles constraints; none of them can crash this process or keep it busy for long.
+"""Compiles constraints so that none can crash this process or keep it busy for long.
 
 They are first compiled in another process, which may crash and has limits of time and memory.
-Constraints that it survives are compiled here, on a larger stack.
+Constraints that pass are compiled here, on a larger stack.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from . import compiling_process
 from .params import ONE_LINE, Constraint
 
 # These are llguidance's defaults, with three exceptions: the grammar's size (compile time grows
-# with the cube of the optional properties: a second for 2000 of them), the automaton's states (one
-# or two kilobytes each), and verbose errors, which would repeat the output.
+# with the cube of the number of optional properties: a second for 2000), the automaton's states
+# (one or two kilobytes each), and verbose errors, which would repeat the output.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # some 20 ms
     "step_lexer_fuel": 200_000,  # some 15 ms
@@ -32,12 +32,13 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _SECONDS = 2.0  # of CPU time
-_MEMORY = 512 << 20  # bytes; on Linux of address space, where the process starts with 100 MB
-_STACK = 2 << 20  # bytes, enough for a chain of 200 references; threads here have more
+_MEMORY = 512 << 20  # bytes; on Linux of address space, which is 100 MB at the start
+_STACK = 2 << 20  # bytes, enough for a chain of 200 references; this process has more
 
 Outline = dict[str, Any]
-"""The parts of a tokenizer that the other process needs, as JSON values: the arguments of
-:func:`~mlxspec.engine.compiling_process._outlined`."""
+"""The parts of a tokenizer that the other process needs, as JSON values; they are the arguments of
+:func:`~mlxspec.engine.compiling_process._outlined`.
+"""
 
 
 def compiled(
@@ -46,18 +47,18 @@ def compiled(
     """Compile a constraint into a matcher at its beginning, and compute the first mask.
 
     Args:
-        constraint: what the output must satisfy.
+        constraint: the constraint.
         tokens: the model's tokens.
         outline: the outline of these tokens.
 
     Raises:
-        OptionError: the constraint is invalid or unsatisfiable, or costs too much to compile or
-            follow.
+        OptionError: the constraint is invalid or unsatisfiable, or takes too much time or memory to
+            compile or follow.
     """
     definition = tried(constraint, outline)
     limits = llguidance.LLParserLimits(**_LIMITS)
     matcher = llguidance.LLMatcher(tokens, definition, log_level=0, limits=limits)
-    if not matcher.is_error():  # the first mask reveals errors that the definition does not
+    if not matcher.is_error():  # the first mask reveals errors that parsing does not
         matcher.compute_bitmask()
     if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
         raise _refusal(constraint, matcher.get_error() or "nothing satisfies it")
@@ -87,7 +88,7 @@ def tried(constraint: Constraint, outline: Outline) -> str:
         input=json.dumps(request).encode(),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # keep an interrupt at the terminal from it
+        start_new_session=True,  # so that Ctrl-C does not reach it
         check=False,
     )
     if done.returncode or not done.stdout:
@@ -103,7 +104,7 @@ def tried(constraint: Constraint, outline: Outline) -> str:
 
 
 def in_one_line(message: object) -> str:
-    """An error of llguidance in one line, without the excerpt that points to the place."""
+    """An error from llguidance in one line, without the excerpt of the text."""
     lines = [" ".join(line.split()) for line in str(message).splitlines()] or [""]
     reasons = [line for line in lines[1:] if line.startswith("error:")]
     return " ".join([lines[0], *reasons[:1]])
@@ -111,6 +112,6 @@ def in_one_line(message: object) -> str:
 
 def _refusal(constraint: Constraint, problem: object) -> OptionError:
     return OptionError(
-        f"the {constraint.noun} cannot be used: {in_one_line(problem)}; leave that out or write it "
+        f"the {constraint.noun} cannot be used: {in_one_line(problem)}; remove this or write it "
         "differently"
     )

@@ -1,8 +1,8 @@
-"""The process that tries a constraint; :mod:`mlxspec.engine.compiling` starts it.
+"""The process that tries out a constraint; :mod:`mlxspec.engine.compiling` starts it.
 
-It runs as a file and imports nothing of mlxspec, to start quickly. It reads the arguments of
+It runs as a script and imports nothing from mlxspec, to start quickly. It reads the arguments of
 :func:`main` as JSON, and writes a JSON list of the constraint's definition and llguidance's error.
-A constraint that crashes or exceeds a limit kills it.
+A constraint that crashes or exceeds a limit ends the process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(path: str, seconds: float, memory: int, stack: int, **constraint: Any) 
     Args:
         path: the directory that contains llguidance.
         seconds: the CPU time that compiling may take.
-        memory: the bytes that the process may take, where the system can limit it.
+        memory: the bytes that the process may take, if the system can limit them.
         stack: the bytes of the compiling thread's stack.
         constraint: arguments of :func:`tried`.
     """
@@ -30,7 +30,7 @@ def main(path: str, seconds: float, memory: int, stack: int, **constraint: Any) 
     import llguidance  # noqa: F401 (before the time limit starts)
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # elsewhere the time limits the memory, too
+    if sys.platform == "linux":  # elsewhere the time limit bounds the memory, too
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         most = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
@@ -42,7 +42,7 @@ def main(path: str, seconds: float, memory: int, stack: int, **constraint: Any) 
 def tried(
     kind: str, text: str, lead: str, json_format: Any, outline: Any, limits: Any
 ) -> tuple[str, str]:
-    """Convert a constraint, and compile it up to the first token that it leaves open.
+    """Convert a constraint, and compile it up to the first token that it does not force.
 
     Args:
         kind, text, lead: as in :class:`mlxspec.engine.params.Constraint`.
@@ -86,8 +86,8 @@ class ByteTokens:
     """The tokenizer that llguidance calls.
 
     Args:
-        tokens: the bytes of each.
-        special: the ids of those without text, which grammars may name.
+        tokens: the bytes of each token.
+        special: the ids of tokens without text, which grammars may name.
         end: the first id that ends an output.
         encode: returns the ids of a text.
     """
@@ -110,14 +110,14 @@ class ByteTokens:
 
 
 def _outlined(size: int, ends: list[int], special: dict[str, str]) -> ByteTokens:
-    """A stand-in for the model's tokenizer: its special tokens and single bytes.
+    """A stand-in for the model's tokenizer that has only special tokens and single bytes.
 
-    The other tokens barely affect the time and memory of compiling.
+    Other tokens barely affect the time and memory of compiling.
 
     Args:
-        size: the number of the model's ids; the ids of the bytes follow them.
+        size: the number of the model's token ids; the ids of the bytes follow.
         ends: the ids that end an output.
-        special: the text of each special token, a character per byte, by the id in decimal.
+        special: the text of each special token, one character per byte, by its id in decimal.
     """
     tokens = [b""] * size + [bytes([byte]) for byte in range(256)]
     for token, text in special.items():

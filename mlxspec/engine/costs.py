@@ -1,4 +1,4 @@
-"""What steps of a model cost on this machine: the machine, measuring, and keeping the figures."""
+"""The costs of a model's steps: identifies the machine, measures the costs and keeps them."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ from .model_sizes import cache_kinds, context_length
 from .params import SamplingParams
 from .patches import split_attention
 from .sampling import Chooser
-from .step import Batch, Sequence, step
+from .step import Batch, Sequence
 from .target import Capability, Target, target_for, vocabulary_size
 
 _log = logging.getLogger(__name__)
 
 
 def machine_identity() -> Identity:
-    """Chip, device and libraries; no name of host or user."""
+    """Chip, device and libraries, without the names of host and user."""
     device = mx.default_device()
     info = mx.device_info(device)
     identity: Identity = {
@@ -67,16 +67,16 @@ def machine_identity() -> Identity:
     if device.type == mx.cpu:
         identity |= {"cores": os.cpu_count(), "blas": global_blas()}
     else:
-        # Chips of one name differ in the number of cores, and that goes with the memory.
+        # Chips of the same name differ in the number of cores, which correlates with the memory.
         identity["memory"] = int(info.get("memory_size", 0))
     return identity
 
 
 def model_identity(model: nn.Module) -> Identity:
-    """Kind and size for people, and a digest of configuration, shapes and data types.
+    """A readable kind and size, and a digest of configuration, shapes and data types.
 
     The shapes of packed weights and their scales show the bits and group size of a quantisation.
-    A fine-tuned model has the identity of its base model, and the same speed.
+    A fine-tuned model has the identity of its base model, since it has the same speed.
     """
     weights = tree_flatten(model.parameters())
     digest = hashlib.sha256(type(model).__module__.encode())
@@ -96,9 +96,9 @@ def model_identity(model: nn.Module) -> Identity:
 def global_blas() -> str:
     """The library whose BLAS takes precedence over that of MLX's CPU wheel; "own" without one.
 
-    Its T(M)/T(1) is quite another curve (see :func:`mlxspec.process.prefer_openblas`).
+    It has a very different curve T(M)/T(1) (see :func:`mlxspec.process.prefer_openblas`).
     """
-    maps = Path("/proc/self/maps")  # Linux lists the files in memory here
+    maps = Path("/proc/self/maps")  # Linux lists mapped files here
     loaded = maps.read_text().split() if maps.exists() else []
     names = {name for path in loaded if (name := os.path.basename(path)).startswith("libopenblas")}
     return min(names, default="own")
@@ -108,7 +108,7 @@ def global_blas() -> str:
 
 
 def whole_memory() -> int:
-    """How many bytes models and caches can take when nothing else runs."""
+    """The bytes that models and caches can take when nothing else runs."""
     if mx.default_device().type == mx.cpu:
         return psutil.virtual_memory().total
     info = mx.device_info(mx.default_device())
@@ -116,10 +116,10 @@ def whole_memory() -> int:
 
 
 def free_memory() -> int:
-    """How many bytes MLX can take besides those that it has, in use or kept for later arrays.
+    """The bytes that MLX can take, besides those that it uses or keeps for later arrays.
 
-    On a GPU it is what the driver recommends less that. Where the processor's memory is used, as
-    on a Mac, it is no more than the system has left for programs without swapping.
+    On a GPU, this is the driver's recommended limit less those. With unified memory, as on a Mac,
+    and on a CPU, it is no more than the system can give to programs without swapping.
     """
     free = whole_memory() - mx.get_active_memory() - mx.get_cache_memory()
     if mx.default_device().type == mx.cpu or mx.metal.is_available():
@@ -137,16 +137,16 @@ def least_free_memory(model: nn.Module) -> int:
     return cast(int, least.item())
 
 
-_TRIED = 32  # rows of the forwards that measure their memory
-_BEHIND = 512  # positions in front of the later ones
+_TRIED = 32  # rows of the forwards whose memory is measured
+_BEHIND = 512  # positions before the later forwards
 
 
 def forward_memory(model: nn.Module, max_kv_size: int | None) -> tuple[int, float]:
-    """What a forward takes besides the caches; measured.
+    """Measure the memory that a forward takes besides the caches.
 
     Returns:
-        the bytes for each row, and the bytes for each row and position in front of it: attention
-        that is not fused stores its scores.
+        the bytes for each row, and the bytes for each row and position before it: attention that is
+        not fused stores its scores.
     """
     caches = make_prompt_cache(model, max_kv_size)
     trained = getattr(model, "trained_head", None)
@@ -165,30 +165,30 @@ def forward_memory(model: nn.Module, max_kv_size: int | None) -> tuple[int, floa
         mx.synchronize()
         return mx.get_peak_memory() - before
 
-    taken()  # this one also allocates the caches
+    taken()  # also allocates the caches
     short = taken()
     if not all(type(cache) in _FILLABLE for cache in parts(caches)):
         return short // _TRIED, 0.0
     _repeat(caches, 2 * _TRIED, _BEHIND)
-    taken()  # they grow
+    taken()  # the caches grow
     return short // _TRIED, max(0, taken() - short) / (_TRIED * _BEHIND)
 
 
 # --- measuring ---
 
 _UNENDING = 1 << 30  # tokens
-_SHORT_CONTEXT = 64  # tokens in front of the steps that are measured
+_SHORT_CONTEXT = 64  # tokens before the measured steps
 _LONG_CONTEXTS = 1000, 8000
 _LEAST_LONG = 500  # tokens; attention to fewer is a small part of a step
-_SHARE_OF_MEMORY = 1 / 16  # of all there is, that the caches of a measurement may take
+_SHARE_OF_MEMORY = 1 / 16  # that the caches of a measurement may take
 
 
 def measured_contexts(model: nn.Module, sequences: int = 1) -> list[int]:
-    """The context lengths behind which step times are measured: 64, 1000 and 8000 tokens.
+    """The context lengths at which step times are measured: 64, 1000 and 8000 tokens.
 
     If the model or the memory does not allow 8000, it is halved until they do. If that is below
-    500, or if only a prompt can fill the caches, steps are measured behind 64 tokens alone, or
-    behind a quarter of the model's context.
+    500, or if only a prompt can fill the caches, steps are measured only after 64 tokens, or after
+    a quarter of the model's context.
 
     Args:
         model: an mlx-lm model.
@@ -210,7 +210,7 @@ def measured_contexts(model: nn.Module, sequences: int = 1) -> list[int]:
 
 
 def check_context(model: nn.Module, plan: MeasurementPlan, context: int) -> None:
-    """Raise OptionError unless steps can be measured behind so many tokens."""
+    """Raise OptionError unless steps can be measured after ``context`` tokens."""
     longest = max(1, (context_length(model) or _UNENDING) - plan.room)
     if not 1 <= context <= longest:
         raise OptionError(f"a context of {context} tokens: choose 1 to {longest} for this model")
@@ -233,18 +233,18 @@ def calibrate(
     Args:
         model: an mlx-lm model.
         plan: which steps, and for how long; see :data:`mlxspec.drafting.measurement.QUICK`.
-        context: tokens before the first step. Where the model's context is too short for all steps
-            after it, there is one round of them.
-        sequences: how many share each step, every one with a context of its own. One row is a
-            plain step of all, and each further row is one of a draft.
-        name: what the user calls the model.
-        on_progress: called with the share of the steps that is done, 0 to 1.
+        context: tokens before the first step. If the model's context is too short for all steps,
+            they run for one round only.
+        sequences: how many share each step, each with its own context. One row stands for a plain
+            step of all, and each further row is a draft row.
+        name: the model's name as the user gave it.
+        on_progress: called with the fraction of the steps that is done, 0 to 1.
 
     Returns:
-        one time per number of rows, of which a model that cannot verify drafts has one.
+        one time per number of rows; a single one if the model cannot verify drafts.
 
     Raises:
-        OptionError: ``sequences`` is more than share a forward of the model.
+        OptionError: more ``sequences`` than the model's forward can share.
     """
     started = time.perf_counter()
     window = context_length(model) or _UNENDING
@@ -264,21 +264,21 @@ def calibrate(
 
 
 _SPLIT_ROWS = 12  # wider than any fused attention, and narrow enough to be fast
-_SPLIT_GAIN = 0.95  # of the whole attention's time; less gain may be noise
-_SPLIT_TRIES = 3  # the first one of each kind also compiles kernels
+_SPLIT_GAIN = 0.95  # of unsplit attention's time; smaller gains may be noise
+_SPLIT_TRIES = 3  # the first of each kind also compiles kernels
 
-_SEED = 16  # tokens that run as a prompt before the caches are filled up
+_SEED = 16  # tokens that run as a prompt before the caches are filled
 _FILLABLE = KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache
 
 
 def _can_be_filled(model: nn.Module) -> bool:
-    """Whether :func:`_repeat` knows all of a model's caches."""
+    """Whether :func:`_repeat` can fill all of a model's caches."""
     caches = parts(make_prompt_cache(model))
     return not hasattr(model, "leader") and all(type(cache) in _FILLABLE for cache in caches)
 
 
 def _repeat(caches: abc.Sequence[Any], length: int, count: int) -> None:
-    """Append ``count`` copies of the first ``length`` positions in caches, in turn."""
+    """Append ``count`` positions to caches, which repeat the first ``length`` ones."""
     for cache in parts(caches):
         if not isinstance(cache, ArraysCache):
             held = cache.keys[..., :length, :], cache.values[..., :length, :]
@@ -289,36 +289,36 @@ def _repeat(caches: abc.Sequence[Any], length: int, count: int) -> None:
 class ModelSteps:
     """Runs steps of a model to time them.
 
-    The tokens are random: in a mixture of experts, repeated tokens would use the same experts
-    and make wide steps look cheap.
+    The tokens are random: in a mixture of experts, repeated tokens would use the same experts, and
+    wide steps would look cheap.
 
     Args:
         model: an mlx-lm model.
         context: tokens before the first step.
-        sequences: how many share each step, every one with a context of its own.
+        sequences: how many share each step, each with its own context.
 
     Attributes:
-        target: of the first sequence.
+        target: the first sequence's target.
     """
 
     def __init__(self, model: nn.Module, context: int, sequences: int = 1) -> None:
         mode = joint_mode(model) if sequences > 1 else JointMode.ALONE
         if sequences > 1 and mode is JointMode.ALONE:
-            raise OptionError(f"sequences is {sequences}: a forward of this model takes 1")
+            raise OptionError(f"sequences is {sequences}: this model's forwards take only 1")
         self._model = model
         self._batch = Batch(model, mode)
         self._drafters: list[_RandomChains] = []
         self._sequences: list[Sequence] = []
         seed = min(context - 1, _SEED) if _can_be_filled(model) else context - 1
         for _ in range(sequences):
-            # It verifies chains, if the model does.
-            target = target_for(model, chain_capability(model), vocabulary_size(model))
-            drafter = _RandomChains(target.vocab_size)
+            # The target verifies chains if the model does.
+            target = target_for(model, chain_capability(model))
+            drafter = _RandomChains(vocabulary_size(model))
             with mx.stream(generation_stream):
                 target.prefill(drafter.tokens(seed))
                 if context - 1 > seed:
-                    # The time of attention does not depend on the keys, and a prompt of that length
-                    # would take long.
+                    # Attention takes the same time for any keys, and a prompt of that length would
+                    # take long.
                     _repeat(target.cache, seed, context - 1 - seed)
                     target.begin_at(context - 1)
             sequence = Sequence(
@@ -330,7 +330,9 @@ class ModelSteps:
                 ends=lambda token: False,
             )
             sequence.begin()
-            step(sequence)
+            (outcome,) = self._batch.step([sequence])
+            if isinstance(outcome, Exception):
+                raise outcome
             self._batch.join(sequence)
             self._drafters.append(drafter)
             self._sequences.append(sequence)
@@ -340,7 +342,7 @@ class ModelSteps:
         """Whether wide drafts are faster with their attention split; the model keeps the faster.
 
         Returns:
-            None if there was no time to find out; it is then not split.
+            None if there was no time to find out; attention is then not split.
         """
         times: dict[int | None, list[float]] = {None: [], 0: []}
         for least in (None, 0) * _SPLIT_TRIES:
@@ -364,11 +366,11 @@ class ModelSteps:
     def drafted(self, rows: int) -> float:
         """Seconds of one whole drafted step: proposal, forward, reading, acceptance, commit.
 
-        Its ``rows - 1`` rows of drafts are shared among the sequences as equally as can be.
+        Its ``rows - 1`` draft rows are shared among the sequences as equally as possible.
         """
         count = len(self._sequences)
         wanted = [1 + (rows - 1 + index) // count for index in range(count)]
-        while True:  # a plain step that was dispatched before comes first
+        while True:  # a plain step that was dispatched earlier comes first
             seconds, verified = self._step(wanted, pipelined=False)
             if verified.rows == sum(wanted):
                 return seconds
@@ -426,15 +428,15 @@ def cost_key(model: nn.Module) -> CostKey:
 def costs_for(
     model: nn.Module, *, cache: CostCache | None = None, on_progress: ShareDone | None = None
 ) -> KeptCosts:
-    """What steps of a model cost on this machine.
+    """The costs of a model's steps on this machine.
 
-    A measurement that shows too little is not kept. Then costs begin with what rows usually cost,
-    real steps correct them, and the next process measures again.
+    A measurement that is too noisy is not kept. The costs then begin with those of a typical
+    machine, real steps correct them, and the next process measures again.
 
     Args:
         model: an mlx-lm model.
         cache: where measured times are kept; in the user's cache directory by default.
-        on_progress: called with the share done, 0 to 1, during a first measurement, which takes
+        on_progress: called with the fraction done, 0 to 1, during a first measurement, which takes
             less than 3 seconds.
     """
     cache, key = cache or CostCache(), cost_key(model)
@@ -445,7 +447,7 @@ def costs_for(
     else:
         found = {}
     wanted = [] if found else [(QUICK, short)]
-    # An earlier process may have had no time for the long context, or a busy machine.
+    # In an earlier process, there may have been no time for the long context.
     if longer and drafts and len(found) < 2:
         wanted.append((QUICK_LONG, longer[-1]))
     for done, (plan, context) in enumerate(wanted):
@@ -453,7 +455,7 @@ def costs_for(
         known = calibrate(model, plan, context=context, on_progress=progress)
         mx.clear_cache()
         words = ", ".join(f"T({one.rows}) {1000 * one.seconds:.1f} ms" for one in known.times)
-        _log.info("measured step times behind %d tokens: %s", context, words)
+        _log.info("measured step times after %d tokens: %s", context, words)
         enough = is_whole(known.times) if context == short else len(known.times) > 1
         problem = noise(known.times)
         if drafts and not problem and not enough:
@@ -464,7 +466,7 @@ def costs_for(
         elif not found:
             _log.warning(
                 "step times were measured while the machine was busy, or it is slow for this model "
-                "(%s): drafts begin with usual costs, which real steps correct; the next start "
+                "(%s): drafts begin with typical costs, which real steps correct; the next start "
                 "measures again",
                 problem,
             )
@@ -475,13 +477,13 @@ def costs_for(
 
 
 def _in_part(on_progress: ShareDone | None, done: int, parts: int, share: float) -> None:
-    """Report the progress of one of several measurements, after ``done`` of them."""
+    """Report the progress of one of several measurements, ``done`` of which are complete."""
     if on_progress:
         on_progress((done + share) / parts)
 
 
 def split_length(found: TimesByContext) -> int | None:
-    """The context length from which attention is split: between those that were measured."""
+    """The context length from which attention is split, between two measured lengths."""
     measured_whole = (context for context, known in found.items() if known.split is False)
     whole = max(measured_whole, default=_SHORT_CONTEXT)
     split = [context for context, known in found.items() if known.split and context > whole]
@@ -494,7 +496,7 @@ class KeptCosts(LiveCosts):
     Args:
         cache: where they are kept.
         key: from :func:`cost_key`.
-        found: what is known so far, of at least one context length.
+        found: the known times, for at least one context length.
         clock: returns the time in seconds.
     """
 
@@ -511,13 +513,13 @@ class KeptCosts(LiveCosts):
         self._next_save = clock()
 
     def _begun_with(self, known: abc.Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
-        """What an earlier process has learned of steps of ``count`` sequences comes first."""
+        """Costs for ``count`` sequences, beginning with those that an earlier process learned."""
         key = self._key.of_sequences(count)
         begun = {context: KnownTimes(times, "steps") for context, times in known.items()}
         return KeptCosts(self._cache, key, self._cache.read(key) or begun, self._clock)
 
     def end(self) -> None:
-        """Save what was learned after a generation, if the last save is not recent."""
+        """Save the costs learned in a generation, unless the last save is recent."""
         if self._clock() < self._next_save:
             return
         self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES

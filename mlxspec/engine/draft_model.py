@@ -17,19 +17,20 @@ from .capability import capability_with
 from .sampling import Perturb, draft_values
 from .target import Capability, Target, vocabulary_size
 
-_MOST_PADDING = 1024  # tokens by which output layers for one tokenizer may differ in size
+_MOST_PADDING = 1024  # by which output layers for the same tokenizer may differ
 
 
 class DraftModelDrafter(Drafter):
-    """Drafts a chain of the tokens that another model would choose.
+    """Drafts a chain of tokens chosen by another model.
 
     (Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding",
     ICML 2023, arXiv 2211.17192. Here the target accepts a token if it would have chosen the same.)
-    In a generation the draft model samples with the temperature, the filters and the random numbers
-    of the output, so most of its samples are the target's if the models are alike; see
+    In a generation, the draft model samples with the output's temperature, filters and random
+    numbers. So most of its samples equal the target's if the models are similar; see
     :func:`mlxspec.engine.sampling.draft_values`. Without :meth:`attach` it takes the most likely
     tokens. The draft model has its own KV cache, which is cut back when drafts are rejected. As the
-    second drafter of a :class:`mlxspec.CombinedDrafter` it drafts only when the first has no draft.
+    second drafter of a :class:`mlxspec.CombinedDrafter`, it drafts only when the first has no
+    draft.
 
     Args:
         model: an mlx-lm model with the target's tokenizer.
@@ -47,9 +48,8 @@ class DraftModelDrafter(Drafter):
             raise OptionError(f"num_draft_tokens is {num_draft_tokens}: draft at least 1 token")
         self.model = model
         self.num_draft_tokens = num_draft_tokens
-        # Nothing is tried: rows that differ cost a draft at most.
+        # No trial is needed: if rows differ, that only costs drafts.
         self._capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
-        self._vocab_size = vocabulary_size(model)
         self._attached: tuple[Target, Perturb] | None = None
 
     def attach(self, target: Target, perturb: Perturb) -> None:
@@ -58,14 +58,14 @@ class DraftModelDrafter(Drafter):
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation: prefill the draft model."""
         undoable = self.num_draft_tokens + 1
-        self._target = Target(self.model, self._capability, self._vocab_size, undoable=undoable)
+        self._target = Target(self.model, self._capability, undoable=undoable)
         self._context = list(prompt)
         with mx.stream(generation_stream):
             self._target.prefill(self._readable(self._context[:-1]))
 
     def propose(self, max_depth: int) -> DraftTree:
         count = min(max_depth, self.num_draft_tokens)
-        # Lazy: all tokens are read at once, after the last forward was dispatched.
+        # Lazy: all tokens are read at once, after the last forward has been dispatched.
         drafted: list[mx.array] = []
         if count > 0:
             rows = mx.array(self._readable(self._context[self._target.length :]))
@@ -78,7 +78,7 @@ class DraftModelDrafter(Drafter):
     def observe(self, step: VerifiedStep) -> None:
         right = len(self._context) + common_length(self._draft, [*step.tokens])
         self._context += step.tokens
-        kept = min(right, len(self._context) - 1)  # the last token runs in the next step
+        kept = min(right, len(self._context) - 1)  # the last token will run in the next step
         with mx.stream(generation_stream):
             self._target.truncate(min(self._target.length, kept))
 
@@ -86,17 +86,19 @@ class DraftModelDrafter(Drafter):
         self._attached = None  # frees the target's caches
 
     def _readable(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens, with 0 for ids in the target's padding that the draft model lacks."""
-        return [token if token < self._vocab_size else 0 for token in tokens]
+        """The tokens, with 0 in place of ids that only the target's padded vocabulary has."""
+        size = vocabulary_size(self.model)
+        return [token if token < size else 0 for token in tokens]
 
     def _next_token(self, tokens: mx.array, place: int) -> mx.array:
-        """Run tokens, (rows,), and return the next one, (1,), the draft's at ``place``."""
-        tree = DraftTree.chain(0, [0] * (len(tokens) - 1))  # only its size matters
+        """Run tokens, (rows,), and return the next one, (1,), which is the draft's at ``place``."""
+        tree = DraftTree.chain(0, [0] * (len(tokens) - 1))  # only the size matters
         with mx.stream(generation_stream):
             values = self._target.forward(tokens, tree)[-1:]
             if self._attached:
                 target, perturb = self._attached
-                values = draft_values(_resized(values, target.vocab_size), place, target, perturb)
+                values = _resized(values, vocabulary_size(target.model))
+                values = draft_values(values, place, target, perturb)
             token = mx.argmax(values, axis=-1)
         self._target.commit(range(len(tokens)))
         mx.async_eval(token)
@@ -104,7 +106,7 @@ class DraftModelDrafter(Drafter):
 
 
 def _resized(logits: mx.array, size: int) -> mx.array:
-    """Logits of ``size`` tokens, as the noise depends on their number; padding is never chosen."""
+    """Logits of ``size`` tokens, since their number affects the noise; padding is never chosen."""
     missing = max(0, size - logits.shape[-1])
     return mx.pad(logits[:, :size], [(0, 0), (0, missing)], constant_values=-mx.inf)
 
@@ -123,6 +125,6 @@ def check_vocabularies(draft_model: nn.Module, vocab_size: int, tokenizer_size: 
     own = vocabulary_size(draft_model)
     if own < min(tokenizer_size, vocab_size) or abs(own - vocab_size) > _MOST_PADDING:
         raise OptionError(
-            f"draft_model has a vocabulary of {own} tokens and the model one of {vocab_size}: "
+            f"draft_model has a vocabulary of {own} tokens, and the model of {vocab_size}: "
             "choose a draft model with the same tokenizer"
         )

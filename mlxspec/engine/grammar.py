@@ -1,7 +1,7 @@
 """Constraints as token masks: which tokens may come next at each node of a draft, and which must.
 
-The library llguidance parses. One matcher follows the output, and copies of it follow the branches
-of a draft, so every row of a step gets the mask of its own context.
+The library llguidance does the parsing. One matcher follows the output, and copies of it follow the
+branches of a draft, so each row of a step gets the mask for its own context.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .compiling_process import ByteTokens
 from .params import Constraint, Phase, Phases
 
 _KEPT = 64  # compiled constraints per tokenizer
-_MOST_FORCED = 1024  # tokens: forced text can have any length, and each step asks again
+_MOST_FORCED = 1024  # tokens at a time: forced text can have any length
 
-_ANCHOR = "☺"  # no token merges it with what follows
+_ANCHOR = "☺"  # no token merges it with the text after it
 _UNKNOWN = "\ufffd".encode()
 
 
@@ -34,7 +34,7 @@ class Vocabulary:
     """A model's tokens in llguidance's form, and the constraints compiled for them.
 
     Args:
-        tokenizer: the model's, of any kind.
+        tokenizer: the model's tokenizer, of any kind.
         vocab_size: the number of token ids that the model knows.
 
     Raises:
@@ -49,7 +49,7 @@ class Vocabulary:
                 "constraint: the tokenizer has no token that ends an output; set eos_token_ids"
             )
         own = tokenizer.eos_token_id
-        if own in self.ends:  # first the one that the model was trained with
+        if own in self.ends:  # put first the token that the model was trained with
             self.ends.sort(key=lambda token: token != own)
         special = _special_tokens(tokenizer, vocab_size) | {*self.ends}
         known = min(vocab_size, len(tokenizer))
@@ -76,7 +76,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper, vocab_size: int) -> Vocabulary:
-        """The vocabulary of a tokenizer, which keeps it; raises as the class does."""
+        """The vocabulary of a tokenizer, stored on the tokenizer; raises as the class does."""
         key = vocab_size, frozenset(tokenizer.eos_token_ids)
         kept = getattr(tokenizer, "_mlxspec_vocabulary", None)
         if kept is None or kept[0] != key:
@@ -88,8 +88,8 @@ class Vocabulary:
     def encode(self, text: str) -> list[int]:
         """Encode a text that continues a line, as tokens of exactly its bytes.
 
-        The tokenizer's own encoding is preferred: of the text alone, or after an anchor that keeps
-        the tokenizer from inserting a space.
+        The tokenizer's own encoding is preferred: of the text alone, or of the text after an
+        anchor, which keeps the tokenizer from inserting a space.
         """
         wanted = text.encode()
         ids = self._encode(text)
@@ -138,35 +138,35 @@ def _bytes_of(tokenizer: TokenizerWrapper, token: int) -> bytes:
 
 
 def _encoder(tokenizer: TokenizerWrapper) -> Callable[[str], list[int]]:
-    """A function that encodes a text as it is, in any thread."""
+    """A function that encodes a text unchanged, in any thread."""
     backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
     if backend is None:
         return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
-    own = copy.deepcopy(backend)  # others may change the settings of the tokenizer's own
+    own = copy.deepcopy(backend)  # others may change the original's settings
     own.no_padding()
     own.no_truncation()
     return lambda text: list(own.encode(text, add_special_tokens=False).ids)
 
 
 class Grammar:
-    """Follows an output through a constraint, compiled for a vocabulary.
+    """Matches an output against a constraint, token by token.
 
     Args:
-        constraint: what outputs must satisfy.
-        vocabulary: the model's.
+        constraint: the constraint.
+        vocabulary: the model's vocabulary.
 
     Raises:
-        OptionError: as for :func:`mlxspec.engine.compiling.compiled`. The methods raise one, too,
-            if the constraint takes too much to follow.
+        OptionError: as for :func:`mlxspec.engine.compiling.compiled`. The methods also raise it if
+            matching the constraint takes too much time or memory.
     """
 
     def __init__(self, constraint: Constraint | Phases, vocabulary: Vocabulary) -> None:
         self._ends, self._vocab_size = vocabulary.ends, vocabulary.vocab_size
         phases = (Phase(constraint),) if isinstance(constraint, Constraint) else constraint
         self._beginnings = [_beginning(phase, vocabulary) for phase in phases]
-        """Per phase, the place at its beginning."""
+        """For each phase, the place at its beginning."""
         self._place = self._beginning_of(0)
-        """After the last accepted token."""
+        """The place after the last accepted token."""
 
     def begin(self) -> Grammar:
         """The same constraint, before the first token of another output."""
@@ -202,8 +202,8 @@ class Grammar:
         """Which tokens may follow each node.
 
         Returns:
-            bool, (rows, vocabulary), all True after a node that is not allowed itself. None if all
-            tokens may follow all nodes.
+            bool, (rows, vocabulary), all True after a node that is itself not allowed; None if any
+            token may follow any node.
         """
         masks = np.ones((len(tree), self._vocab_size), dtype=np.bool_)
         for mask, place in zip(masks, self._places(tree), strict=True):
@@ -212,7 +212,7 @@ class Grammar:
         return None if masks.all() else mx.array(masks)
 
     def _places(self, tree: DraftTree) -> Iterator[_Place | None]:
-        """The place after each node of a draft, to use at once; None if it is not allowed."""
+        """The place after each node of a draft, to use at once; None if the node is not allowed."""
         places: list[_Place | None] = [self._place]
         yield self._place
         last_child = {parent: node for node, parent in enumerate(tree.parents)}
@@ -220,7 +220,8 @@ class Grammar:
             parent = tree.parents[node]
             place = places[parent]
             if place and place.matcher and (parent == 0 or node != last_child[parent]):
-                # Its time grows with the output's length, so a last child takes over its parent's.
+                # A copy takes time in proportion to the output, so the last child takes over its
+                # parent's matcher.
                 place = place._replace(matcher=place.matcher.deep_copy())
             places.append(place and self._after(place, tree.tokens[node]))
             yield places[node]
@@ -232,7 +233,7 @@ class Grammar:
     def _after(self, place: _Place, token: int) -> _Place | None:
         """The place after a token, which takes over the matcher; None if it is not allowed."""
         phase, matcher, fresh, ended = place
-        # A draft may hold any integer; an id that the model lacks would break the matcher.
+        # A draft may hold any integer; an id outside the vocabulary would break the matcher.
         if ended or not 0 <= token < self._vocab_size:
             return None
         if token in phase.exits and (matcher is None or fresh):
@@ -246,7 +247,7 @@ class Grammar:
         return place._replace(fresh=False)
 
     def _mask_into(self, mask: np.ndarray, place: _Place) -> None:
-        """Write which tokens may come next, (vocabulary,)."""
+        """Write the mask of the tokens that may come next, (vocabulary,)."""
         phase, matcher, fresh, ended = place
         if matcher is None:
             mask[self._ends] = ended or phase.may_end
@@ -290,7 +291,7 @@ def _check(matcher: llguidance.LLMatcher) -> None:
     """Raise an error if a matcher has failed or is stuck."""
     if matcher.is_error():
         raise OptionError(
-            f"the constraint takes too much to follow ({in_one_line(matcher.get_error())}): "
+            f"the constraint is too costly to follow ({in_one_line(matcher.get_error())}): "
             "make it simpler"
         )
     if matcher.is_stopped() and not matcher.is_accepting():

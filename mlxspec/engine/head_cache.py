@@ -1,4 +1,4 @@
-"""What a trained head knows of one sequence: its own caches, and rows that it has not seen."""
+"""A trained head's state for one sequence: its own caches, and rows that it has not seen."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from ..models.heads.blocks import DFlash
 from .caches import cut, first_positions, for_steps, held_arrays
 from .hidden import HiddenStates
 
-_MOST_UNSEEN = 64  # rows of steps that a head has not seen
-_MOST_HELD = 512  # rows of their forwards
+_MOST_UNSEEN = 64  # rows of steps that wait to be seen by a head
+_MOST_HELD = 512  # rows of the forwards that they belong to
 
 
 class _Rows(NamedTuple):
     """Rows of a forward, which a head has not seen.
 
     Attributes:
-        tokens: of all rows of the sequence, (rows,).
-        states: what the head reads of all rows of the forward, (rows, width) each.
-        first: where the sequence's rows begin there.
-        kept: the sequence's rows that were kept.
-        held: the rows of the forward, whose states are all in memory.
+        tokens: the tokens of all rows of the sequence, (rows,).
+        states: the hidden states that the head reads, for all rows of the forward, (rows, width)
+            each.
+        first: the index of the sequence's first row in the forward.
+        kept: the indices of the sequence's accepted rows.
+        held: the number of rows of the forward, whose states all stay in memory.
     """
 
     tokens: mx.array
@@ -44,20 +45,21 @@ class _Rows(NamedTuple):
 
 
 class HeadCache:
-    """What a head knows of one sequence: its own caches, and rows that it has not seen.
+    """A head's state for one sequence: its own caches, and rows that it has not seen.
 
-    It follows the target's caches: the rows of a forward are noted, and those that are committed
-    are kept, which costs nothing. The head sees a prompt's rows at once, and those of steps when
-    it drafts next. If it does not draft for long, it never sees the oldest of them.
+    It follows the target's caches: the rows of a forward are noted, and committed rows are kept,
+    which costs nothing. The head sees a prompt's rows immediately, and those of steps when it next
+    drafts. If it does not draft for a long time, it never sees the oldest of them.
 
-    The entry of a position depends on the token after it. So a cut drops that of its last position,
-    too. A missing entry does no harm but that the head attends to one position less; the entries
-    after it move up.
+    The entry of a position depends on the token after it. So a cut also drops the entry of the last
+    remaining position. A missing entry only means that the head attends to one position less; later
+    entries move up.
 
     Args:
         head: the head, attached to its target.
         hidden: the states of the target's forwards.
-        length: positions of which the head sees nothing, such as a prompt cache of another program.
+        length: positions that the head will never see, such as those of another program's prompt
+            cache.
 
     Attributes:
         caches: one per layer of the head.
@@ -66,32 +68,36 @@ class HeadCache:
     def __init__(self, head: Head, hidden: HiddenStates, length: int) -> None:
         self._head, self._hidden = head, hidden
         self.caches = [for_steps(cache) for cache in head.make_cache()]
-        self._positions: list[int] = []  # of the entries in the caches
-        self._seen = length  # the rows before are seen, or never will be
+        self._positions: list[int] = []  # of the caches' entries
+        self._seen = length  # rows before this one are seen, or never will be
         self._unseen: list[_Rows] = []  # the rows after them
         self._noted: _Rows | None = None
 
     @property
     def length(self) -> int:
-        """The positions up to the last row that is kept."""
+        """The number of positions up to the last kept row."""
         return self._seen + sum(len(rows.kept) for rows in self._unseen)
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All that it holds."""
+        """All arrays that it holds."""
         unseen = (array for rows in self._unseen for array in (rows.tokens, *rows.states))
         return [*held_arrays(self.caches), *unseen]
 
     @property
     def kept(self) -> list[mx.array]:
-        """What a file keeps: the entries' positions, then each cache's keys and values."""
+        """The arrays to save in a file: the entries' positions, then each cache's keys and
+        values.
+        """
         if not self._positions:
             return []
         count = len(self._positions)
         return [mx.array(self._positions), *(one[:, :, :count] for one in held_arrays(self.caches))]
 
     def resume(self, kept: Sequence[mx.array], length: int) -> None:
-        """Begin after ``length`` positions with what a file keeps, unless another head kept it."""
+        """Continue after ``length`` positions from the arrays of a file, unless they are another
+        head's.
+        """
         self._seen = length
         if not kept:
             return
@@ -110,25 +116,27 @@ class HeadCache:
 
     @property
     def behind(self) -> int:
-        """The rows that the head has not seen."""
+        """The number of rows that the head has not seen."""
         return self.length - self._seen
 
     def waiting_bytes(self, rows: int) -> int:
-        """The most bytes of rows that wait for the head, if forwards of steps have ``rows``."""
+        """The most bytes of rows that wait for the head, if steps have ``rows`` rows."""
         embedded = self._head.embed(mx.array([0]))
         states = max(1, len(self._head.reads)) * embedded.nbytes
         return (_MOST_HELD + rows) * (states + mx.int32.size)
 
     def is_ready(self, length: int) -> bool:
-        """Whether it can draft after ``length`` positions: it knows the states of the last one."""
+        """Whether the head can draft after ``length`` positions: the last one's states are
+        known.
+        """
         return bool(self._unseen) and self.length == length
 
     def note(self, tokens: mx.array, first: int = 0) -> None:
         """Note rows of the target's last forward.
 
         Args:
-            tokens: theirs, (rows,).
-            first: the first of them among the rows of the forward.
+            tokens: the rows' tokens, (rows,).
+            first: the index of the first of these rows in the forward.
         """
         states = self._hidden.of_layers if self._head.reads else [self._hidden.final]
         self._noted = _Rows(tokens, states, first, (), len(states[0]))
@@ -148,7 +156,7 @@ class HeadCache:
         self._unseen.append(noted._replace(kept=rows))
 
     def see(self) -> None:
-        """Append the entries of all rows but the last one, whose next token is not known."""
+        """Append the entries of all rows except the last, whose next token is unknown."""
         tokens, features = self._tokens_and_features()
         if len(tokens) == 1:
             return
@@ -162,8 +170,8 @@ class HeadCache:
         """Append entries.
 
         Args:
-            tokens: the one after each row, (rows,).
-            features: of the rows, (rows, width).
+            tokens: the token after each row, (rows,).
+            features: the rows' features, (rows, width).
         """
         if isinstance(self._head, DFlash):
             self._head.see([features[None]], [self.caches])
@@ -177,7 +185,7 @@ class HeadCache:
             last: the current token.
 
         Returns:
-            per row, the token after it, (rows,), and its features, (rows, width).
+            the token after each row, (rows,), and the rows' features, (rows, width).
         """
         tokens, features = self._tokens_and_features()
         if not self.caches:  # the head attends to the target's keys
@@ -185,7 +193,7 @@ class HeadCache:
         return mx.concatenate([tokens[1:], mx.array([last], tokens.dtype)]), features
 
     def _tokens_and_features(self) -> tuple[mx.array, mx.array]:
-        """Those of all rows that the head has not seen, (rows,) and (rows, width)."""
+        """Tokens and features of all rows that the head has not seen, (rows,) and (rows, width)."""
         tokens = [rows.taken(rows.tokens) for rows in self._unseen]
         states = [
             mx.concatenate([rows.taken(rows.states[n], rows.first) for rows in self._unseen])
@@ -194,7 +202,7 @@ class HeadCache:
         return mx.concatenate(tokens), self._head.features(states)
 
     def has_seen(self, left: Sequence[_Rows] = ()) -> None:
-        """The head has seen its rows, except those that are left; drop what it drafted."""
+        """Record that the head has seen its rows, except ``left``; drop its draft's entries."""
         seen = self.length - sum(len(rows.kept) for rows in left)
         if self.caches:
             self._positions += range(self._seen, seen)
@@ -214,11 +222,11 @@ class HeadCache:
         cut(self.caches, entries)
 
     def _entries(self, length: int) -> int:
-        """How many entries stay if it is cut."""
+        """How many entries stay after a cut to ``length`` positions."""
         return bisect_left(self._positions, min(length - 1, self._seen))
 
     def copied(self, length: int) -> HeadCache:
-        """A copy of what it knows of the first ``length`` positions."""
+        """A copy of the state for the first ``length`` positions."""
         other, entries = HeadCache(self._head, self._hidden, self._seen), self._entries(length)
         if entries:
             copies = [first_positions(cache, entries, room=0) for cache in self.caches]

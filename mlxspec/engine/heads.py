@@ -1,4 +1,4 @@
-"""A trained head at work: its caches, and its drafts with the noise that will choose the tokens.
+"""Runs trained heads, which draft with the same noise that will choose the tokens.
 
 :class:`TrainedHead` attaches a head to a model. Every target of that model then has a
 :class:`HeadCache`, which follows the target's own caches. :class:`HeadDrafts` are the drafts of one
@@ -24,14 +24,14 @@ from ..errors import LoadError
 from ..models.heads import Head
 from ..models.heads.blocks import DFlash
 from ..models.heads.loading import LEFT_OUT
-from ..models.model_files import one_line
+from ..terminal import one_line
 from .caches import SlotKVCache, TreeKVCache, WindowKVCache
 from .head_cache import HeadCache
 from .hidden import HiddenStates
 from .joint import JointCache, JointMode
 from .patches import forward_at, install
 from .sampling import Perturb, draft_values
-from .target import Capability, Target, evaluate_constants, vocabulary_size
+from .target import Capability, Target, evaluate_constants
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class TrainedHead:
         model: an mlx-lm model, which is not changed.
 
     Attributes:
-        model: returns the same as the given one, and shares its weights. All targets of a
-            generation with the head run this model.
+        model: a copy that returns the same as the given model, and shares its weights. Generations
+            with the head run this copy.
 
     Raises:
         LoadError, ValueError: the model's hidden states or its embedding cannot be found.
@@ -65,11 +65,11 @@ class TrainedHead:
         evaluate_constants(head)
 
     def new_cache(self, length: int) -> HeadCache:
-        """The caches of a target that holds ``length`` positions of which the head saw nothing."""
+        """The head's caches for a target with ``length`` positions that the head has not seen."""
         return HeadCache(self.head, self._hidden, length)
 
     def small_caches(self) -> list[Any]:
-        """Its caches with one entry, lazy, which show the size of more."""
+        """The head's caches with one lazy entry, which shows the size of each."""
         own = self.new_cache(0)
         dtype = self.head.embed(mx.array([0])).dtype
         own.append(mx.zeros(1, mx.int32), mx.zeros((1, self.head.width), dtype))
@@ -77,8 +77,10 @@ class TrainedHead:
 
     @functools.cached_property
     def experience(self) -> HeadExperience:
-        """What its drafts take, measured at first use, and what they have shown since."""
-        target = Target(self.model, Capability.CHAIN, vocabulary_size(self.model))
+        """The time of the head's drafts, measured at first use, and how often they have been
+        right.
+        """
+        target = Target(self.model, Capability.CHAIN)
         drafts = HeadDrafts(self, HeadExperience(1, 0, self.head.most))
         drafts.attach(target, lambda logprobs, _: logprobs)
         drafts.begin([0] * 8)
@@ -106,11 +108,11 @@ class TrainedHead:
         """Draft ``depth`` tokens for each sequence.
 
         Args:
-            members: the drafts of each, which are ``ready``.
-            depth: at most ``most`` of the head.
+            members: the sequences' drafts, which are all ``ready``.
+            depth: at most the head's ``most``.
 
         Returns:
-            per sequence, the tokens and the confidence in each.
+            for each sequence, the tokens and the confidence in each.
         """
         steps = self._block if isinstance(self.head, DFlash) else self._chain
         tokens, confidences = zip(*steps(members, depth), strict=True)
@@ -121,7 +123,7 @@ class TrainedHead:
     def _chain(
         self, members: Sequence[HeadDrafts], depth: int
     ) -> Iterator[tuple[mx.array, mx.array]]:
-        """The tokens of each depth, (sequences,), and their confidences."""
+        """Yield the tokens of each depth, (sequences,), and their confidences."""
         head = self.head
         rows = [member.cache.to_see(member.last) for member in members]
         counts = [len(tokens) for tokens, _ in rows]
@@ -141,7 +143,7 @@ class TrainedHead:
     def _block(
         self, members: Sequence[HeadDrafts], depth: int
     ) -> Iterator[tuple[mx.array, mx.array]]:
-        """As :meth:`_chain`, from one forward."""
+        """Like :meth:`_chain`, from one forward."""
         head = cast(DFlash, self.head)
         tokens = mx.array([member.last for member in members])
         features = [member.cache.to_see(member.last)[1][None] for member in members]
@@ -160,13 +162,13 @@ class TrainedHead:
         counts: Sequence[int],
         caches: Sequence[Sequence[Any]],
     ) -> tuple[mx.array, mx.array]:
-        """Run a chain head over rows of several sequences; returns as the head does.
+        """Run a chain head over rows of several sequences; returns what the head returns.
 
         Args:
-            tokens: (rows of all,).
-            features: (rows of all, width).
-            counts: per sequence, the number of its rows.
-            caches: per sequence, a cache for each layer.
+            tokens: of all rows, (rows,).
+            features: of all rows, (rows, width).
+            counts: the number of rows of each sequence.
+            caches: for each sequence, a cache for each layer.
         """
         head = self.head
         if len(caches) == 1:
@@ -190,18 +192,18 @@ class TrainedHead:
 
 
 def attach_head(head: Head, model: nn.Module) -> TrainedHead | None:
-    """Attach a head to a model, and measure what its drafts take.
+    """Attach a head to a model, and measure the time of its drafts.
 
     Returns:
-        None if it comes with the model and cannot draft for it; a warning says why.
+        None if the head comes with the model but cannot draft for it; a warning says why.
 
     Raises:
-        LoadError: a head that the user has named cannot draft for the model.
+        LoadError: a head that the user named cannot draft for the model.
     """
     try:
         trained = TrainedHead(head, model)
         _ = trained.experience
-    except Exception as error:  # whatever the classes of heads and models raise
+    except Exception as error:  # the classes of heads and models may raise anything
         reason = one_line(error) or type(error).__name__
         if head.asked:
             about = f"the head, {head.title}, cannot draft for this model"
@@ -212,7 +214,7 @@ def attach_head(head: Head, model: nn.Module) -> TrainedHead | None:
 
 
 def _embedding(model: nn.Module) -> Callable[[mx.array], mx.array]:
-    """A function from token ids to what enters a model's first layer."""
+    """A function from token ids to the input of a model's first layer."""
     for _, module in model.named_modules():
         if "embed_tokens" in module:
             scale = getattr(module, "embed_scale", 1.0)
@@ -240,11 +242,11 @@ def _choose(
 
 
 def _keys_of(target: Target) -> list[KVCache]:
-    """What a row sees of two of the target's layers: of its last layer that sees everything, and of
-    its last with a window.
+    """The keys and values that a row sees of two of the target's layers.
 
-    A head without caches of its own reads them. Their ``offset`` is the position of the current
-    token, all along a draft.
+    They are the last layer that sees everything, and the last with a window. A head without caches
+    of its own reads them. Their ``offset`` is the position of the current token, throughout a
+    draft.
     """
 
     def seen(cache: Any, size: int) -> KVCache:
@@ -265,7 +267,7 @@ class HeadDrafts(HeadSource):
 
     Args:
         trained: the head, attached to the generation's model.
-        experience: the head's.
+        experience: the head's experience.
 
     Attributes:
         target, perturb: as given to :meth:`attach`.
@@ -280,7 +282,7 @@ class HeadDrafts(HeadSource):
 
     @property
     def cache(self) -> HeadCache:
-        """What the head knows of the generation."""
+        """The head's caches for this generation."""
         return cast(HeadCache, self.target.head)
 
     @property
@@ -293,6 +295,6 @@ class HeadDrafts(HeadSource):
         behind, started = max(head.cache.behind for head in heads), time.perf_counter()
         with mx.stream(generation_stream):
             drafts = heads[0]._trained.draft(heads, depth)
-        if behind <= _FEW_ROWS:  # a head that has not run for long takes longer once
+        if behind <= _FEW_ROWS:  # catching up on many rows takes longer
             heads[0].experience.record(depth, len(heads), time.perf_counter() - started)
         return drafts

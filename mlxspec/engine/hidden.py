@@ -1,4 +1,4 @@
-"""The hidden states that a model's forwards pass through, which trained heads read."""
+"""Reads the hidden states of a model's forwards, for trained heads."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ _FINAL = -1  # instead of a layer's index
 
 
 class HiddenStates:
-    """Notes the hidden states of a model's forwards, one forward at a time in each thread.
+    """Records the hidden states of a model's forwards, one forward at a time in each thread.
+    mlx-lm's models return only logits.
 
-    mlx-lm's models return logits alone. Run :attr:`model` instead: a copy that shares all weights,
-    in which the copies of a few modules note what they return. The given model is not changed.
+    Run :attr:`model` instead: a copy that shares all weights, in which copies of a few modules
+    record their results. The given model is not changed.
 
     Args:
-        model: an mlx-lm model, whose layers and last norm are in a module of their own.
-        layers: indices of further layers to record; that of layer i is what enters
-            layer i + 1.
+        model: an mlx-lm model whose layers and final norm are in one submodule.
+        layers: indices of further layers to record; the state of layer i is the input of layer i +
+            1.
 
     Attributes:
-        model: returns the same as the given one, whose weights it shares.
+        model: a copy that returns the same as the given model, and shares its weights.
 
     Raises:
-        ValueError: the model has no such module.
+        ValueError: the model has no such submodule.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[int] = ()) -> None:
@@ -56,20 +57,20 @@ class HiddenStates:
 
     @property
     def _of_thread(self) -> dict[Any, mx.array]:
-        """What the copies have returned in this thread's last forward, by a layer's index."""
+        """The results of the copies in this thread's last forward, by layer index."""
         return vars(self._noted)
 
     @property
     def final(self) -> mx.array:
         """The hidden states of the last forward after the final norm, lazy, (rows, width).
 
-        The rows are all of the forward, in a joint one also those of other sequences.
+        It has all rows of the forward; in a joint forward, also those of other sequences.
         """
         return self._of_thread[_FINAL]
 
     @property
     def of_layers(self) -> list[mx.array]:
-        """Those behind each of the ``layers``, (rows, …) as the layer returns them."""
+        """The states after each of the ``layers``, (rows, …), as the layer returned them."""
         return [self._of_thread[index] for index in self._layers]
 
     def logits(self, states: mx.array) -> mx.array:
@@ -87,7 +88,7 @@ class HiddenStates:
 
 
 def _list_of_layers(model: nn.Module) -> tuple[str, str]:
-    """The path of the module that has a model's layers, and the name of their list there."""
+    """The path of the module that has the model's layers, and the name of its list of layers."""
     first = model.layers[0]
     return next(
         (path, name)
@@ -104,7 +105,7 @@ def _at(model: nn.Module, path: str) -> nn.Module:
 
 
 def _copied_along(model: nn.Module, path: str) -> nn.Module:
-    """A model with copies of itself and of the modules on a path; all other modules are shared."""
+    """A copy of a model and of the modules on a path; all other modules are shared."""
     copied = copy.copy(model)
     if path:
         name, _, rest = path.partition(".")
@@ -113,10 +114,10 @@ def _copied_along(model: nn.Module, path: str) -> nn.Module:
 
 
 def _override(module: nn.Module, instead: Callable[..., Any]) -> None:
-    """Redirect calls of a module that only this copy of a model has to a function.
+    """Redirect a module's calls to a function.
 
     Args:
-        module: stays an instance of its class.
+        module: of this copy of a model alone; stays an instance of its class.
         instead: called with what the module would have called, and its arguments.
     """
     kind: Any = type(module)
@@ -129,5 +130,5 @@ def _overridden(kind: Any) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._instead(functools.partial(kind.__call__, self), *args, **kwargs)
 
-    # The module is where mlx-lm's functions are replaced for joint steps.
+    # ``__module__`` says where mlx-lm's functions are replaced for joint steps.
     return type("Overridden", (kind,), {"__call__": call, "__module__": kind.__module__})

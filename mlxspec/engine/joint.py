@@ -1,15 +1,15 @@
-"""A joint forward: from the rows of several sequences to their logits.
+"""Joint forwards: the rows of several sequences in one forward of the model.
 
 The rows of all sequences are concatenated in the model's row dimension, so operations on single
 rows run once for all sequences. The file follows a forward inwards:
 
-1. :class:`Joint` concatenates the rows, with a position each, and runs the model.
+1. :class:`Joint` concatenates the rows, each with its position, and runs the model.
 2. Each layer gets one :class:`JointCache` or :class:`JointStates` in place of its caches. A
    JointCache computes attention for each sequence over its own cache. JointStates run a recurrent
    block once for each number of rows. (:mod:`mlxspec.engine.patches` makes attention and recurrent
    blocks call them.)
-3. In a plain step of sequences whose caches are all in slots, the rows lie in the model's batch
-   dimension, and each layer gets one :class:`SlotCaches`. That saves several calls per layer.
+3. In a plain step of sequences whose caches are all in slots, the rows are in the model's batch
+   dimension, and each layer gets one :class:`SlotCaches`. This saves several calls per layer.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ class JointMode(enum.Enum):
     with a mask that hides the sequences from each other."""
 
     ALONE = "one at a time"
-    """Each sequence has forwards of its own."""
+    """Each sequence has its own forwards."""
 
 
 JointRows = tuple[Target, mx.array, DraftTree]
-"""The rows of one sequence in a joint forward: its target, and tokens and tree as for
-:meth:`Target.forward`."""
+"""The rows of one sequence in a joint forward: its target, with tokens and tree as for
+:meth:`Target.forward`.
+"""
 
 
 class Joint:
@@ -69,8 +70,7 @@ class Joint:
     Args:
         model: an mlx-lm model.
         mode: the model's, from :func:`mlxspec.engine.capability.joint_mode`; not ``ALONE``.
-        spare: the most positions in slots beside those that the contexts would take in caches of
-            their own.
+        spare: the most positions that slots may take beyond those in separate caches.
     """
 
     def __init__(self, model: nn.Module, mode: JointMode, spare: int | None = None) -> None:
@@ -84,15 +84,15 @@ class Joint:
 
     def takes(self, target: Target) -> bool:
         """Whether a target can share a forward with others."""
-        # Concatenated keys must be of one kind, and models that compute attention in their own way
-        # rarely take quantised ones.
+        # Concatenated keys must be of one kind, and models with their own attention rarely support
+        # quantised keys.
         return self.mode is JointMode.SPLIT or not target.quantized
 
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
         """Run the rows of several sequences, without waiting for the result.
 
         Returns:
-            lazy logits, (rows of all, vocabulary), and per member the slice of its rows.
+            lazy logits, (all rows, vocabulary), and for each member the slice of its rows.
         """
         self._leave_long_ones()
         plain = all(len(tree) == 1 for *_, tree in members)
@@ -127,9 +127,9 @@ class Joint:
         return logits.reshape(len(positions), -1), [own[target] for target, *_ in members]
 
     def join(self, target: Target) -> None:
-        """Move a target's caches into slots if it has plain ones only, and they fit.
+        """Move a target's caches into slots, if all of them are plain and the padding stays small.
 
-        The target may take part in :meth:`forward` in any case.
+        Moved or not, the target can take part in :meth:`forward`.
         """
         lengths = [target.length, *(other.length for other in self._seated)]
         plain = all(type(cache) is TreeKVCache and cache.keys is not None for cache in target.cache)
@@ -140,7 +140,7 @@ class Joint:
             or not self._fit(lengths)
         ):
             return
-        self._slots = self._slots or [Slots() for _ in target.cache]
+        self._slots = self._slots or [Slots(cache) for cache in target.cache]
         number, seated = len(self._seated), []
         for slots, cache in zip(self._slots, target.cache, strict=True):
             slots.put(number, cache)
@@ -149,7 +149,7 @@ class Joint:
         self._seated.append(target)
 
     def leave(self, target: Target) -> None:
-        """Remove a target, and give it caches of its own again."""
+        """Remove a target, and give it back its own caches."""
         if target not in self._seated:
             return
         slot, last = self._seated.index(target), self._seated.pop()
@@ -172,9 +172,9 @@ class Joint:
             self._slots = []
 
     def _leave_long_ones(self) -> None:
-        """Give caches of their own to the longest contexts, while the others' padding is too much.
+        """Move the longest contexts to separate caches until the others need little padding.
 
-        Contexts that share slots grow apart if some of them pause.
+        Lengths in slots can drift apart, since some sequences may pause.
         """
         while not self._fit([target.length + 1 for target in self._seated]):
             self.leave(max(self._seated, key=lambda target: target.length))
@@ -190,7 +190,7 @@ class Joint:
 
 
 def joint_for(model: nn.Module, mode: JointMode, spare: int | None = None) -> Joint:
-    """A :class:`Joint` of a model, on all machines over which the model is split."""
+    """A :class:`Joint` of a model, on all machines that the model is split over."""
     leader = getattr(model, "leader", None)
     make = leader.joint if leader else Joint
     return make(model, mode, spare)
@@ -199,7 +199,7 @@ def joint_for(model: nn.Module, mode: JointMode, spare: int | None = None) -> Jo
 def _of_layer(
     members: Sequence[Any], spans: Sequence[slice], mode: JointMode, tape: Tape | None
 ) -> Any:
-    """Make the stand-in for one layer's caches, from the arguments of :class:`JointCache`."""
+    """The stand-in for one layer's caches; arguments as for :class:`JointCache`."""
     if isinstance(members[0], CacheList):
         lists = zip(*(member.caches for member in members), strict=True)
         return CacheList(*(_of_layer(each, spans, mode, tape) for each in lists))
@@ -212,9 +212,9 @@ class JointCache:
     """Stands in for the caches of one layer, and for their keys and values.
 
     Args:
-        members: per sequence, its cache.
-        spans: per sequence, the slice of its rows.
-        mode: the model's.
+        members: the cache of each sequence.
+        spans: the slice of each sequence's rows.
+        mode: the model's mode.
     """
 
     offset = 0
@@ -224,7 +224,7 @@ class JointCache:
         self._members = list(zip(members, spans, strict=True))
         self._mode = mode
         self._entries: list[tuple[Any, Any]] = []
-        """The keys and values of each sequence whose attention is computed alone."""
+        """The keys and values of each sequence whose attention is computed separately."""
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The masks for :meth:`attend`; with BLOCK, one that hides sequences from each other."""
@@ -238,14 +238,14 @@ class JointCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append each sequence's rows to its cache; return the visible keys and values."""
-        # All write before the first reads: with a view of a slot in use, the next write would copy
-        # the whole array.
+        # All sequences write before the first one reads: while a view of a slot is in use, a write
+        # would copy the whole array.
         for cache, span in self._members:
             cache.update_and_fetch(keys[:, :, span], values[:, :, span])
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """What the sequences hold, for a layer that adds no rows."""
+        """The sequences' keys and values, for a layer that adds no rows."""
         self._entries = [cache.keys_and_values() for cache, _ in self._members]
         return self.state
 
@@ -275,7 +275,7 @@ class JointCache:
             mask: from :meth:`make_mask`, or one mask for every sequence.
 
         Returns:
-            what ``attention`` returns, for all rows.
+            the result of ``attention``, for all rows.
         """
         own = functools.partial(attention, scale=scale, sinks=sinks)
         masks = mask if isinstance(mask, list) else [mask] * len(self._members)
@@ -300,19 +300,19 @@ def _block(masks: Sequence[mx.array]) -> mx.array:
 
 
 _readers: set[Callable[..., Any]] = set()
-"""The blocks that are known to read states themselves."""
+"""The blocks known to read states themselves."""
 
 
 class JointStates:
     """Stands in for the recurrent states of one layer.
 
-    A state passes from row to row, so a block cannot run the rows of several sequences one after
-    another. Sequences with the same number of rows form a batch.
+    A state passes from row to row, so a block cannot run the rows of several sequences in a row.
+    Sequences with the same number of rows form a batch.
 
     Args:
-        members: per sequence, its cache.
-        spans: per sequence, the slice of its rows; together all rows of the forward, in order.
-        tape: the forward's, if it has one.
+        members: the cache of each sequence.
+        spans: the slice of each sequence's rows; together, all rows of the forward, in order.
+        tape: the forward's tape, if it has one.
     """
 
     def __init__(
@@ -328,11 +328,11 @@ class JointStates:
             ([member for member, _ in batch], mx.array([[*own] for _, own in batch]))
             for batch in batches.values()
         ]
-        """Per batch, its caches, and the indices of their rows, (sequences, rows of each)."""
+        """For each batch, its caches, and the indices of its rows, (sequences, rows of each)."""
         self._n_rows = spans[-1].stop
         order = [row for batch in batches.values() for _, own in batch for row in own]
         self._places = mx.array(np.argsort(order))
-        """Each row's index among the rows of all batches."""
+        """The index of each row among the rows of all batches."""
 
     def make_mask(self, N: int) -> None:
         """None: a batch has no padding to hide."""
@@ -377,8 +377,8 @@ class JointStates:
         """A block's argument for one batch.
 
         Args:
-            states: the batch's.
-            rows: the indices of its rows, (sequences, rows of each).
+            states: the batch's states.
+            rows: the indices of the batch's rows, (sequences, rows of each).
             argument: the block's argument for all rows.
         """
         if argument is self:
@@ -407,7 +407,7 @@ class SlotCaches:
     """Stands in for the caches of one layer in slots, in a step with one row per slot.
 
     Args:
-        members: per slot, its cache.
+        members: the cache of each slot.
     """
 
     offset = 0

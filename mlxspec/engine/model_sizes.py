@@ -1,6 +1,6 @@
-"""A model's sizes: its context length, the positions where rules change, and its caches' memory.
+"""A model's context length, the positions where its rules change, and its caches' memory.
 
-The first part reads the configuration; :func:`cache_kinds` reads the caches of a small forward.
+The first part reads the configuration; :func:`cache_kinds` examines the caches of a small forward.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ _ENDLESS = 1e18  # some tokenizers state 1e30 for no limit
 def context_length(model: nn.Module) -> int | None:
     """The longest context, in tokens, that the model's configuration states, or None.
 
-    If RoPE scaling extends the context of a finished model, this is the extended length.
+    If RoPE scaling extends the trained context, this is the extended length.
     """
     return stated_context_length(_settings(model))
 
 
 def stated_context_length(args: Any) -> int | None:
-    """As :func:`context_length`, from a model's settings, such as its ``config.json``."""
+    """Like :func:`context_length`, from a model's settings, such as its ``config.json``."""
     for settings in (args, _setting(args, "text_config")):
         for name in _LENGTH_NAMES:
             if stated := _number(_setting(settings, name)):
@@ -60,10 +60,10 @@ def stated_context_length(args: Any) -> int | None:
 
 
 def named_positions(model: nn.Module) -> set[int]:
-    """Positions that the configuration names: lengths, windows, chunks, the ends of scalings,
-    and where sparse attention begins.
+    """Positions that the configuration names.
 
-    If a model's rule for positions changes somewhere, it is usually at one of these.
+    They are lengths, windows, chunks, the ends of scalings, and the start of sparse attention. If a
+    model's rule for positions changes somewhere, it is usually at one of these.
     """
     found = _numbers(_settings(model), lambda name: any(word in name for word in _WORDS))
     found |= {context_length(model) or 0, sparse_crossing(model) or 0}
@@ -77,7 +77,7 @@ def crossings(model: nn.Module) -> list[int]:
 
 
 def sparse_crossing(model: nn.Module) -> int | None:
-    """A length at which sparse attention leaves out some positions; None without such attention.
+    """A length at which sparse attention skips some positions; None without such attention.
 
     It is a multiple of the blocks' size, unless that would be very long.
     """
@@ -100,7 +100,7 @@ def _extended(stated: float, settings: Any) -> float:
     if factor is None or not any(word in kind for word in _EXTENDING):
         return stated
     original = _number(scaling.get("original_max_position_embeddings")) or stated
-    # Many models state the extended length already.
+    # Many models already state the extended length.
     return max(stated, original * factor)
 
 
@@ -161,12 +161,12 @@ def cache_kinds(
 ) -> list[CacheKind]:
     """A model's caches by kind; those of its trained head, which are never quantised, come last.
 
-    The graph of a small forward is built for the shapes and never evaluated.
+    The graph of a small forward is built for the shapes, but never evaluated.
 
     Args:
         model: an mlx-lm model.
         options: the caches' options.
-        quantized: return the caches as they are after quantisation.
+        quantized: return the kinds after quantisation.
     """
     options = options or CacheOptions()
     caches = make_prompt_cache(model, options.max_kv_size)

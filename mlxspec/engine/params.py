@@ -1,4 +1,4 @@
-"""The parameters of a generation: how to sample, what the output must match, memory of its caches.
+"""The parameters of a generation: sampling, the constraint of the output, limits on its caches.
 
 Imports neither MLX nor a grammar engine, so the command line can make its options from these
 fields quickly. :mod:`mlxspec.engine.grammar` turns constraints into token masks.
@@ -31,14 +31,14 @@ _Function = TypeVar("_Function", bound="Callable[..., mx.array]")
 
 
 def pure(function: _Function) -> _Function:
-    """Declare that a logits processor or a sampler depends on its arguments alone.
+    """Declare that a logits processor or a sampler depends only on its arguments.
 
     Such a function may be called for draft tokens that turn out to be wrong, so mlxspec can draft
     with it. The results of mlx-lm's ``make_logits_processors`` and ``make_sampler`` need no
     declaration. A sampler that draws from MLX's random state is pure, too.
 
     Args:
-        function: a processor or sampler that keeps nothing between calls.
+        function: a processor or sampler that keeps no state between calls.
 
     Returns:
         the function to pass instead. ``@mlxspec.pure`` above a function does the same.
@@ -47,7 +47,9 @@ def pure(function: _Function) -> _Function:
 
 
 class _Pure(partial[Any]):
-    """A marked function. An attribute would not do: functools.wraps copies it to any wrapper."""
+    """A marked function. An attribute cannot be the mark: functools.wraps copies it to any
+    wrapper.
+    """
 
 
 def _is_pure(function: object) -> bool:
@@ -66,7 +68,7 @@ def _option(default: Any, metavar: str, help: str) -> Any:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the target picks a token. Names, meanings and the order of effects are mlx-lm's.
+    """How the target picks a token. Names, meanings and the order of application are mlx-lm's.
 
     The logit bias, the penalties and the logits processors change the logits, which then become
     log-probabilities. Above temperature 0, these are filtered by top-p, min-p, XTC and top-k, and
@@ -81,8 +83,8 @@ class SamplingParams:
             from MLX's random state for each generation.
         min_tokens_to_keep: ``min_p`` keeps at least this many of the best tokens.
         xtc_probability: how often XTC drops the likeliest tokens, from 0 to 1.
-        xtc_threshold: of the tokens with more probability than this, 0 to 0.5, XTC drops all but
-            the least likely.
+        xtc_threshold: XTC drops all tokens above this probability, 0 to 0.5, except the least
+            likely of them.
         xtc_special_tokens: ids that XTC never drops, usually line breaks and end tokens.
         logit_bias: a number to add to a token's logit, by token id; minus infinity forbids the
             token.
@@ -95,24 +97,24 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit for each occurrence in the context.
         frequency_context_size: as ``repetition_context_size``.
         logits_processors: called in order, after bias and penalties, with the context and the
-            logits after it. A processor is called as mlx-lm calls it, once per token and in
-            order, so nothing is drafted. Mark it with :func:`mlxspec.pure` if it depends on its
-            arguments alone: then it is also called for draft tokens, each with its own context.
-            mlx-lm's own processors need no mark.
+            logits after it. A processor is called as mlx-lm calls it, once per token and in order,
+            so nothing is drafted. If it depends only on its arguments, mark it with
+            :func:`mlxspec.pure`: it is then also called for draft tokens, each with its own
+            context. mlx-lm's own processors need no mark.
         sampler: picks the token; temperature and filters are then ignored. It is called and marked
-            like processors. Its draws from MLX's random state depend on seed and position alone,
-            and the state is restored afterwards. So ``mx.random.seed`` makes samples repeatable,
-            but mlx-lm draws different ones from that seed.
+            like processors. Its draws from MLX's random state depend only on seed and position, and
+            the state is restored afterwards. So ``mx.random.seed`` makes samples repeatable, but
+            mlx-lm's samples for the same seed differ.
 
     Raises:
         OptionError: a value is out of range.
     """
 
     temp: float = _option(0.0, "T", "Temperature; 0 is greedy.")
-    top_p: float = _option(1.0, "P", "Nucleus; 1 keeps all.")
+    top_p: float = _option(1.0, "P", "Nucleus sampling; 1 keeps all.")
     top_k: int = _option(0, "K", "Keep K tokens; 0 keeps all.")
-    min_p: float = _option(0.0, "P", "Least share of the best probability.")
-    seed: int | None = _option(0, "N", "Same seed, same output.")
+    min_p: float = _option(0.0, "P", "Drop tokens below this share of the best probability.")
+    seed: int | None = _option(0, "N", "The same seed gives the same output.")
     _: KW_ONLY
     min_tokens_to_keep: int = _option(1, "N", "--min-p keeps the best N.")
     xtc_probability: float = _option(0.0, "P", "How often XTC drops the likeliest tokens, 0 to 1.")
@@ -257,9 +259,9 @@ class Phase(NamedTuple):
     """A part of an output.
 
     Attributes:
-        constraint: what the rest of the output must satisfy; None for free text.
-        exits: tokens that start another phase, with its number. In free text they may come
-            anywhere, otherwise only as the phase's first token.
+        constraint: the constraint of the rest of the output; None for free text.
+        exits: tokens that start another phase, each with that phase's number. In free text they may
+            come anywhere, otherwise only as the phase's first token.
         may_end: whether the output may end in this phase, if it is free text.
     """
 
@@ -277,14 +279,14 @@ ONE_LINE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_sepa
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Limits on the memory of KV cache and prefill. Names and meanings are mlx-lm's.
+    """Limits on the memory of the KV cache and the prefill. Names and meanings are mlx-lm's.
 
     Attributes:
         kv_bits: bits of a quantised key or value; None does not quantise.
         kv_group_size: the number of values that share a scale.
         quantized_kv_start: the number of positions that are cached before quantisation begins.
-        max_kv_size: cache at most this many positions: the first 4 and the latest. Models with
-            a cache of their own (sliding windows, states) ignore it, as in mlx-lm.
+        max_kv_size: cache at most this many positions: the first 4 and the latest. Models that
+            define their own caches (sliding windows, states) ignore it, as in mlx-lm.
         prefill_step_size: the number of prompt tokens per forward.
 
     Raises:
@@ -309,8 +311,8 @@ class CacheOptions:
     def quantized_at(self) -> int:
         """The prompt length from which mlx-lm quantises the cache during the prefill.
 
-        It does so after the first chunk that reaches ``quantized_kv_start``. The caches of shorter
-        prompts are quantised at the end of the prompt or later.
+        mlx-lm does so after the first chunk that reaches ``quantized_kv_start``. The caches of
+        shorter prompts are quantised at the end of the prompt or later.
         """
         step = self.prefill_step_size
         return max(1, math.ceil(self.quantized_kv_start / step)) * step
@@ -322,10 +324,10 @@ _LEAST = {
     "min_tokens_to_keep": 1,
     "presence_penalty": -_MAX,
     "frequency_penalty": -_MAX,
-    "max_kv_size": 8,  # the first 4 positions are kept, and some must follow them
+    "max_kv_size": 8,  # room for the first 4 positions and some after them
     "prefill_step_size": 1,
 }
-"""Of the numbers that may not be 0, or may be negative."""
+"""The least values of numbers that must not be 0, or may be negative."""
 
 _MOST = {"top_p": 1, "min_p": 1, "seed": 2**64 - 1, "xtc_probability": 1, "xtc_threshold": 0.5}
 _CHOICES = {"kv_bits": (2, 3, 4, 5, 6, 8), "kv_group_size": (32, 64, 128)}

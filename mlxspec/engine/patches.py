@@ -4,7 +4,7 @@ mlx-lm's layers assume that the rows of a forward are consecutive positions of o
 rows of a tree are not consecutive, and a joint forward has rows of several sequences. Four kinds of
 functions are wrapped for them:
 
-- ``__call__`` of RoPE modules, to rotate each row by a position of its own;
+- ``__call__`` of RoPE modules, to rotate each row by its own position;
 - ``scaled_dot_product_attention`` in the modules that define layers, to call ``keys.attend`` if
   the keys have such a method (:class:`~mlxspec.engine.joint.JointCache`), and to split the rows of
   wide drafts (:func:`split_attention`);
@@ -13,8 +13,8 @@ functions are wrapped for them:
 - the convolutions and recurrences of such models, to record their calls on a :class:`Tape`.
 
 :func:`install` wraps them once for the whole process; nothing unwraps them. The wrappers act only
-inside :func:`forward_at`. Elsewhere they call the wrapped function, at the cost of reading one
-context variable: mlx-lm's own generation is not affected, not even with the same model in another
+inside :func:`forward_at`. Elsewhere they just call the wrapped function, at the cost of reading one
+context variable. So mlx-lm's own generation is not affected, even with the same model in another
 thread.
 
 ``tests/engine/test_patches.py`` checks the behaviour of mlx-lm that this relies on.
@@ -38,11 +38,12 @@ Function = Callable[..., Any]
 
 # --- the tape ---
 #
-# A recurrent state cannot be cut back, and running accepted tokens again takes rows through the
-# whole model. Instead, a Tape keeps the inputs of a forward's short convolutions and recurrences.
-# The states after the first n rows then take a few small operations per layer: a convolution's
-# state is a slice of its inputs, and a recurrence runs again over n rows. llama.cpp (#28123) and
-# mlx-vlm (rollback_speculative_cache) undo rejected drafts in the same way.
+# A recurrent state cannot be cut back, and running accepted tokens again would take rows through
+# the whole model. Instead, a Tape keeps the inputs of a forward's short convolutions and
+# recurrences. The states after the first n rows can then be computed with a few small operations
+# per layer: a convolution's state is a slice of its inputs, and a recurrence runs again over n
+# rows. llama.cpp (#28123) and mlx-vlm (rollback_speculative_cache) undo rejected drafts in the same
+# way.
 
 RECURRENCES: dict[str, tuple[tuple[str, ...], int, str]] = {
     "gated_delta_update": (("q", "k", "v", "a", "b"), 1, "state"),
@@ -50,15 +51,17 @@ RECURRENCES: dict[str, tuple[tuple[str, ...], int, str]] = {
     "recurrent_gla": (("q", "k", "v"), 2, "h"),
 }
 """mlx-lm's functions that return outputs and the state after the last row. By name: the arguments
-that have an axis of rows, that axis, and the argument that is the state."""
+with an axis of rows, that axis, and the argument that holds the state.
+"""
 
 
 _signature = functools.cache(inspect.signature)  # the slowest part of recording a call
 
 
 _Call = tuple[Callable[[Any, int], bool], Callable[[int, int, slice], mx.array]]
-"""Of a call: whether it led to a state after so many rows; and the state after the first rows, of
-so many, in a slice of the batch."""
+"""For a call: whether it led to a given state after a number of rows; and the state after the first
+of those rows, in a slice of the batch.
+"""
 
 
 class Tape:
@@ -66,12 +69,14 @@ class Tape:
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
-        """Those that no state is assigned to yet, in order."""
+        """The calls that no state is assigned to yet, in order."""
         self._calls_of: dict[int, tuple[list[_Call], int, slice]] = {}
         """By a cache's id: the call for each state, the number of rows, its slice of the batch."""
 
     def note_convolution(self, inputs: mx.array) -> None:
-        """Note a convolution; its inputs, (batch, kept + rows, channels), begin with its state."""
+        """Record a convolution; its inputs, (batch, kept + rows, channels), begin with its
+        state.
+        """
         batch, length, channels = inputs.shape
 
         def led_to(state: Any, rows: int) -> bool:
@@ -85,7 +90,7 @@ class Tape:
     def note_recurrence(
         self, function: Function, arguments: dict[str, Any], returned: mx.array
     ) -> None:
-        """Note a call of one of :data:`RECURRENCES`: its arguments by name, and its new state."""
+        """Record a call of one of :data:`RECURRENCES`: its arguments by name, and its new state."""
         names, axis, name_of_state = RECURRENCES[function.__name__]
         before = arguments.get(name_of_state)
 
@@ -126,7 +131,7 @@ class Tape:
             caches: the sequence's caches of these layers.
 
         Returns:
-            per cache, its states; None if the tape lacks a call for some state.
+            the states of each cache; None if the tape lacks a call for some state.
         """
         states = []
         for cache in caches:
@@ -140,17 +145,17 @@ class Tape:
 # --- the wrappers ---
 
 _positions: ContextVar[mx.array | None] = ContextVar("positions", default=None)
-"""Of the rows of the forward that is being run, (rows,)."""
+"""The positions of the rows of the running forward, (rows,)."""
 
 _tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
-"""Of the forward that is being run, if its calls are to be noted."""
+"""The tape of the running forward, if its calls are recorded."""
 
 _split_from: ContextVar[int | None] = ContextVar("split_from", default=None)
-"""From how many keys on the attention of the forward that is being run is split."""
+"""The number of keys from which the running forward splits its attention."""
 
 _ATTENTION = "scaled_dot_product_attention"
-_FUSED_ROWS = 8  # of a head's queries
-_FUSED_QUERIES = 32  # of all heads that share one head of keys
+_FUSED_ROWS = 8  # per head
+_FUSED_QUERIES = 32  # over all heads that share keys
 
 _installed: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _wrappers: set[Function] = set()
@@ -163,21 +168,21 @@ def forward_at(
     positions: mx.array | None,
     tape: Tape | None = None,
 ) -> mx.array:
-    """Run a forward whose rows have positions of their own, or whose calls are noted.
+    """Run a forward whose rows have individual positions, or whose calls are recorded.
 
     Args:
         model: an mlx-lm model for which :func:`install` was called.
         tokens: (1, rows), or (rows, 1).
-        caches: one a layer.
-        positions: of each row, (rows,), relative to the caches' ``offset``; None if they are
-            consecutive.
-        tape: notes calls.
+        caches: one per layer.
+        positions: the position of each row, (rows,), relative to the caches' ``offset``; None if
+            they are consecutive.
+        tape: records calls.
 
     Returns:
         lazy logits, (1, rows, vocabulary) or (rows, 1, vocabulary).
     """
-    # The positions are set in a copy of the context, so there is nothing to undo: not even an
-    # interrupt between two lines leaves them to the next forward.
+    # The positions are set in a copy of the context, so there is nothing to undo: even after an
+    # interrupt, the next forward does not see them.
     context = copy_context()
     context.run(_positions.set, positions)
     context.run(_tape.set, tape)
@@ -186,13 +191,13 @@ def forward_at(
 
 
 def split_attention(model: nn.Module, least_keys: int | None) -> None:
-    """Let the forwards of drafts split attention, from a number of keys on; None for never.
+    """Split the attention of drafts from ``least_keys`` keys on; None never splits it.
 
-    MLX's fused attention for few rows ends at 8 rows, and at 32 queries of the heads that share
-    their keys (mlx 0.32, ``scaled_dot_product_attention.cpp``). Wider drafts leave it, and behind
-    a long context take several times as long (mlx#3826). Split into calls that stay inside, they
-    give the same but for rounding. Whether that is faster is measured:
-    :func:`mlxspec.engine.costs.calibrate`.
+    MLX's fused attention for few rows is limited to 8 rows, and to 32 queries over the heads that
+    share keys (mlx 0.32, ``scaled_dot_product_attention.cpp``). Wider drafts do not use it, and
+    after a long context take several times as long (mlx#3826). Split into calls within these
+    limits, they give the same result, except for rounding. :func:`mlxspec.engine.costs.calibrate`
+    measures whether that is faster.
     """
     if least_keys is not None:
         install(model)
@@ -200,7 +205,7 @@ def split_attention(model: nn.Module, least_keys: int | None) -> None:
 
 
 def split_from(model: Callable[..., mx.array]) -> int | None:
-    """From how many keys on a model's attention is split; None if it never is."""
+    """The number of keys from which a model's attention is split; None if it never is."""
     return getattr(model, "attention_is_split_from", None)
 
 
@@ -208,7 +213,8 @@ def install(model: nn.Module) -> None:
     """Wrap the functions that a model's layers call, and the layers themselves, where needed."""
     if _installed.get(id(model)) is model:
         return
-    # Without a lock: if two threads wrap the same function, the second wrapper replaces the first.
+    # No lock is needed: if two threads wrap the same function, the second wrapper replaces the
+    # first.
     layers: set[Any] = {type(module) for module in model.modules() if callable(module)}
     for kind in layers:
         names = inspect.unwrap(kind.__call__).__globals__
@@ -227,7 +233,7 @@ def install(model: nn.Module) -> None:
 
 
 def _rope_classes(model: nn.Module) -> set[Any]:
-    """Of the children that have "rope" in their name, or in that of their class."""
+    """The classes of children with "rope" in their name or their class's name."""
     return {
         type(child)
         for module in model.modules()
@@ -236,7 +242,7 @@ def _rope_classes(model: nn.Module) -> set[Any]:
         and "rope" in f"{name} {type(child).__name__}".lower()
         and callable(child)
         and _has_parameter(type(child).__call__, "offset")
-        and len(child.modules()) == 1  # none that only has one inside
+        and len(child.modules()) == 1  # not a module that contains a RoPE
     }
 
 
@@ -245,14 +251,14 @@ def _has_parameter(function: Callable[..., Any], name: str) -> bool:
 
 
 def _wrapped(function: Function, wrapper_of: Callable[[Function], Function]) -> Function:
-    """A function in its wrapper; one that is a wrapper already is returned as it is."""
+    """Wrap a function; a function that is already a wrapper is returned unchanged."""
     if function not in _wrappers:
         function = functools.wraps(function)(wrapper_of(function))
         _wrappers.add(function)
     return function
 
 
-# The wrappers name the arguments that callers always pass: packing them takes time.
+# The wrappers name the arguments that callers always pass, since packing arguments takes time.
 
 
 def _rotating(rope: Function) -> Function:
@@ -265,7 +271,7 @@ def _rotating(rope: Function) -> Function:
             return rope(module, x, offset=offset, **kwargs)
         if not isinstance(offset, int) or offset != 0:
             positions = offset + positions
-        if len(x) > 1:  # (rows, heads, 1, head_dim): the rows are a batch already
+        if len(x) > 1:  # (rows, heads, 1, head_dim): the rows are already a batch
             return rope(module, x, offset=positions, **kwargs)
         # mx.fast.rope takes one offset per batch entry, so the rows move onto the batch axis.
         rotated = rope(module, x.transpose(2, 1, 0, 3), offset=positions, **kwargs)
@@ -276,7 +282,7 @@ def _rotating(rope: Function) -> Function:
 
 def _attending(attention: Function) -> Function:
     def attend(queries: mx.array, keys: Any, *args: Any, **kwargs: Any) -> mx.array:
-        """Attention, computed by the keys if they do that themselves, split if it is to be."""
+        """Attention: computed by the keys if they have ``attend``, split if that is set."""
         least_keys = _split_from.get()
         own = attention if least_keys is None else functools.partial(_split, attention, least_keys)
         if _positions.get() is None or not hasattr(keys, "attend"):
@@ -297,9 +303,9 @@ def _split(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attention in calls of as many rows as the fused kernel takes.
+    """Attention in calls of as many rows as the fused kernel allows.
 
-    Quantised keys, which are three arrays, are left whole: no fused kernel reads them.
+    Attention to quantised keys, which are three arrays, is not split: no fused kernel reads them.
 
     Args:
         queries: (batch, heads, rows, head_dim).
@@ -312,13 +318,13 @@ def _split(
     width = min(_FUSED_ROWS, _FUSED_QUERIES * keys.shape[1] // queries.shape[1]) if fused else rows
     if not 0 < width < rows:
         return own(queries, keys, values, mask=mask)
-    if isinstance(mask, mx.array):  # some have one row for all
+    if isinstance(mask, mx.array):  # a mask may have one row for all
         mask = mx.broadcast_to(mask, (*mask.shape[:-2], rows, mask.shape[-1]))
     outputs = []
     for start in range(0, rows, width):
         end = min(start + width, rows)
         of_rows = mask[..., start:end, :] if isinstance(mask, mx.array) else mask
-        # A causal row sees the entries to its own; an array says what it sees.
+        # A causal row sees the entries up to its own; an array mask covers all entries.
         seen = entries - rows + end if isinstance(mask, str) else entries
         outputs.append(
             own(queries[:, :, start:end], keys[:, :, :seen], values[:, :, :seen], mask=of_rows)
@@ -328,7 +334,7 @@ def _split(
 
 def _running(block: Function) -> Function:
     def run(*args: Any, **kwargs: Any) -> Any:
-        """Run a block, or let the state among its arguments run it."""
+        """Run a block, or let a state among its arguments run it."""
         if _positions.get() is not None:
             for argument in (*args[1:], *kwargs.values()):
                 if hasattr(argument, "run_block"):
@@ -340,7 +346,7 @@ def _running(block: Function) -> Function:
 
 def _convolving(convolution: Function) -> Function:
     def convolve(module: nn.Module, x: mx.array) -> mx.array:
-        """Note the inputs of a convolution, (batch, length, channels)."""
+        """Record the inputs of a convolution, (batch, length, channels)."""
         if tape := _tape.get():
             tape.note_convolution(x)
         return convolution(module, x)
@@ -350,7 +356,7 @@ def _convolving(convolution: Function) -> Function:
 
 def _recurring(recurrence: Function) -> Function:
     def recur(*args: Any, **kwargs: Any) -> Any:
-        """Note the arguments of a recurrence, and the state that it returns."""
+        """Record the arguments of a recurrence, and the state that it returns."""
         outputs, state = recurrence(*args, **kwargs)
         if tape := _tape.get():
             arguments = _signature(recurrence).bind(*args, **kwargs).arguments
@@ -361,5 +367,5 @@ def _recurring(recurrence: Function) -> Function:
 
 
 def finite(logits: mx.array) -> mx.array:
-    """Logits that can be subtracted: 0 for tokens that a model rules out."""
+    """Logits that can be subtracted: 0 for tokens with minus infinity."""
     return mx.where(mx.isinf(logits), 0, logits)

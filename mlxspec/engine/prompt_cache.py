@@ -1,9 +1,9 @@
-"""mlx-lm's prompt caches: borrowed from a caller by a generation, and kept in files.
+"""mlx-lm's prompt caches: lent by callers to generations, and kept in files.
 
-A file is a safetensors file in mlx-lm's format, with the states of a list of caches, and metadata
-for the reader. Those of mlxspec name the tokens that the caches hold, so that later generations can
-draft from them, and a session's end with what a trained head knows, which mlx-lm ignores: it reads
-as many states as there are classes. mlxspec and mlx-lm read each other's.
+A file is a safetensors file in mlx-lm's format, with the states of a list of caches, and metadata.
+mlxspec's files also name the tokens that the caches hold, so that later generations can draft from
+them. A session's file ends with the state of a trained head, which mlx-lm ignores: it reads as many
+states as there are classes. mlxspec and mlx-lm can read each other's files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MLX_LM_CLASSES: dict[type, Any] = {
     WindowKVCache: RotatingKVCache,
 }
 _JUDGED = {*_MLX_LM_CLASSES.values(), ArraysCache}
-"""Classes whose shapes after one token are known for any number of tokens."""
+"""Classes whose shapes for any number of tokens follow from those after one token."""
 
 
 def as_mlx_lms(cache: Any) -> Any:
@@ -52,7 +52,7 @@ def as_mlx_lms(cache: Any) -> Any:
     if isinstance(cache, CacheList):
         return CacheList(*map(as_mlx_lms, cache.caches))
     if type(cache) not in _MLX_LM_CLASSES:
-        return copy.copy(cache)  # since the target will restore its own
+        return copy.copy(cache)  # since the target will restore its own state
     state = cache.rotating_state() if isinstance(cache, WindowKVCache) else cache.state
     return _MLX_LM_CLASSES[type(cache)].from_state(state)
 
@@ -60,24 +60,25 @@ def as_mlx_lms(cache: Any) -> Any:
 class CacheLease:
     """A generation's use of the caller's caches, which are returned at its end.
 
-    Until then a target has their arrays, since MLX writes into an array in place only if nothing
-    else refers to it. A target's caches may also be ahead of the output that the caller has read.
+    Until then, only the target holds the arrays, since MLX writes into an array in place only if
+    nothing else refers to it. A target's caches may also be ahead of the output that the caller has
+    read.
 
     Args:
-        caches: the caller's, from ``mlx_lm.models.cache.make_prompt_cache``, empty or not, and
-            untouched until :meth:`take`. A draft model's caches may follow the model's.
+        caches: the caller's caches, from ``mlx_lm.models.cache.make_prompt_cache``, empty or not,
+            and not touched before :meth:`take`. A draft model's caches may follow the model's.
         model: the model that will continue them.
 
     Raises:
         OptionError: the caches were made for a model with fewer layers.
-        FileError: the caches hold another model's keys and values.
+        FileError: the caches were filled by another model.
     """
 
     def __init__(self, caches: Sequence[Any], model: nn.Module) -> None:
         needed = len(make_prompt_cache(model))
         if len(caches) < needed:
             raise OptionError(
-                f"prompt_cache has {len(caches)} caches and the model needs {needed}: make it "
+                f"prompt_cache has {len(caches)} caches, but the model needs {needed}: make it "
                 "with make_prompt_cache(model)"
             )
         self._caches = list(caches[:needed])
@@ -85,9 +86,7 @@ class CacheLease:
             check_fits(self._caches, model, "prompt_cache")
         self._target: Target | None = None
 
-    def take(
-        self, model: nn.Module, capability: Capability, vocab_size: int, options: CacheOptions
-    ) -> Target:
+    def take(self, model: nn.Module, capability: Capability, options: CacheOptions) -> Target:
         """Take the caches; the arguments are those of :class:`Target`.
 
         Raises:
@@ -97,7 +96,7 @@ class CacheLease:
             raise FileError(_IN_USE)
         held = [copy.copy(cache) for cache in self._caches]
         able = capability_with(held, capability)
-        target = target_for(model, able, vocab_size, options, held)
+        target = target_for(model, able, options, held)
         self._start, self._target = target.length, target
         for cache in self._caches:
             cache.__class__ = _LentCache
@@ -115,7 +114,7 @@ class CacheLease:
             return
         with mx.stream(generation_stream):
             target.truncate(min(target.length, self._start + len(context)))
-            if len(context) > len(prompt):  # run also what the target has not seen
+            if len(context) > len(prompt):  # also run tokens that the target has not seen
                 target.prefill(context[target.length - self._start :])
             returned = [as_mlx_lms(cache) for cache in target.cache]
             mx.eval([part.state for part in parts(returned)])
@@ -126,7 +125,7 @@ class CacheLease:
 
 
 _IN_USE = (
-    "prompt_cache is in use by another generation: use it once that generation has ended, or close "
+    "prompt_cache is in use by another generation: wait until that generation has ended, or close "
     "the generation"
 )
 
@@ -135,7 +134,7 @@ class _LentCache:
     """The class of a caller's cache while it is lent: any use is an error."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python looks for them, to copy an object
+        if name.startswith("__"):  # Python looks for these to copy an object
             raise AttributeError(name)
         raise FileError(_IN_USE)
 
@@ -164,11 +163,11 @@ def save_prompt_cache(
 
     Args:
         file_name: ``.safetensors`` is appended if missing, as by mlx-lm.
-        cache: mlx-lm's caches, as they are after a generation with ``prompt_cache``.
-        metadata: for the reader. ``mlx_lm.generate`` expects "model", the model's
-            directory or repository, and "tokenizer_config", a JSON object.
+        cache: mlx-lm's caches, as a generation with ``prompt_cache`` leaves them.
+        metadata: strings for the reader. ``mlx_lm.generate`` expects "model", the model's directory
+            or repository, and "tokenizer_config", a JSON object.
         tokens: the tokens that the cache holds, which later generations can draft from.
-        head: what a trained head knows of them, from :attr:`.HeadCache.kept`.
+        head: a trained head's state for these tokens, from :attr:`.HeadCache.kept`.
 
     Raises:
         FileError: the file cannot be written; an existing one is unchanged.
@@ -184,9 +183,9 @@ def save_prompt_cache(
 
 
 def _write(file: BinaryIO, cache: Sequence[Any], metadata: Any, head: Sequence[mx.array]) -> None:
-    """Write what mlx-lm would write, and the head's arrays after the states."""
+    """Write the file that mlx-lm would write, with the head's arrays after the states."""
     values: dict[str, Any] = dict(tree_flatten([*(layer.state for layer in cache), [*head]]))
-    others: list[Any] = [""]  # what is not an array; never empty, since that would not be written
+    others: list[Any] = [""]  # other values; never empty, since an empty list is not saved
     for name, value in values.items():
         if not isinstance(value, mx.array):
             kind = "none" if value is None else "string" if isinstance(value, str) else "scalar"
@@ -208,7 +207,7 @@ def load_prompt_cache(
 def load_prompt_cache(
     file_name: str | os.PathLike[str], return_metadata: bool = False
 ) -> list[Any] | tuple[list[Any], dict[str, str]]:
-    """Load a prompt cache that :func:`save_prompt_cache` or mlx-lm has saved.
+    """Load a prompt cache saved by :func:`save_prompt_cache` or mlx-lm.
 
     Args:
         file_name: the file.
@@ -227,7 +226,7 @@ def load_prompt_cache(
 def read_prompt_cache(
     file_name: str | os.PathLike[str],
 ) -> tuple[list[Any], dict[str, str], list[mx.array]]:
-    """The caches and the metadata of a file, and what it keeps of a trained head, if anything."""
+    """A file's caches, its metadata, and a trained head's state if it has one."""
     with _read_errors(Path(file_name)):
         cache, metadata = mlx_lm_caches.load_prompt_cache(str(file_name), return_metadata=True)
         arrays, after = cast(dict[str, mx.array], mx.load(str(file_name))), f"{len(cache)}."
@@ -235,7 +234,7 @@ def read_prompt_cache(
             arrays[f"{after}{n}"] for n in range(sum(name.startswith(after) for name in arrays))
         ]
         mx.eval([part.state for part in cache], head)
-    return cache, metadata or {}, head  # mlx-lm's is "" if the file has none
+    return cache, metadata or {}, head  # mlx-lm returns "" if there is none
 
 
 def read_prompt_cache_metadata(path: Path) -> dict[str, str]:
@@ -248,7 +247,7 @@ def read_prompt_cache_metadata(path: Path) -> dict[str, str]:
         _, flat = cast(Any, mx.load(str(path), return_metadata=True))
         metadata, classes, _ = tree_unflatten(list(flat.items()))
         if "Cache" not in classes[0]:
-            raise ValueError("the first class is not a cache's")
+            raise ValueError("the first class is not a cache")
     return metadata or {}
 
 
@@ -259,9 +258,9 @@ _DAMAGES = RuntimeError, SafetensorError, AttributeError, LookupError, TypeError
 def _read_errors(file: Path) -> Iterator[None]:
     """Check that a file is whole; turn errors of reading it into one line that names it."""
     try:
-        if not file.is_file():  # opening a pipe would wait
+        if not file.is_file():  # opening a pipe would block
             raise FileError(f"{file}: no such file; make it with 'mlxspec cache-prompt'")
-        with safe_open(file, "np"):  # checks the header and the length, as MLX does not
+        with safe_open(file, "np"):  # unlike MLX, checks the header and the length
             yield
     except OSError as error:
         raise FileError(
@@ -269,13 +268,13 @@ def _read_errors(file: Path) -> Iterator[None]:
         ) from error
     except _DAMAGES as error:
         raise FileError(
-            f"{file} is damaged, or holds no prompt cache that this version of mlx-lm reads: make "
+            f"{file} is damaged, or not a prompt cache that this version of mlx-lm can read: make "
             "it again with 'mlxspec cache-prompt'"
         ) from error
 
 
 def prompt_cache_path(file_name: str | os.PathLike[str]) -> Path:
-    """The file that :func:`save_prompt_cache` will write; check it before the work begins.
+    """The file that :func:`save_prompt_cache` will write; checked before the work begins.
 
     Raises:
         FileError: the file cannot be written.
@@ -308,11 +307,12 @@ def check_replaceable(path: Path, force: bool) -> None:
 
 
 def tokens_in(metadata: Mapping[str, str], cache: Sequence[Any] | None = None) -> list[int]:
-    """The tokens that a file names; empty if it, like mlx-lm's, names none.
+    """The tokens that a file lists; empty if it lists none, like mlx-lm's files.
 
     Args:
-        metadata: the file's.
-        cache: the file's, to make sure that it holds as many tokens, unless it holds only states.
+        metadata: the file's metadata.
+        cache: the file's caches, to check that they hold as many tokens, unless they are only
+            states.
     """
     try:
         tokens = json.loads(metadata.get(_TOKENS, "[]"))
@@ -325,23 +325,24 @@ def tokens_in(metadata: Mapping[str, str], cache: Sequence[Any] | None = None) -
 def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
     """Refuse a cache that the model could not have made.
 
-    The graph of a small forward is built and never evaluated.
+    The graph of a small forward is built, but never evaluated.
 
     Args:
         cache: from :func:`load_prompt_cache`.
         model: the model that will continue it.
-        source: names the cache in errors.
+        source: the name of the cache in errors.
 
     Raises:
         FileError: the number of layers or the shapes differ.
     """
     own = make_prompt_cache(model)
     model(mx.array([[0]]), cache=own)
-    with suppress(ValueError, NotImplementedError):  # of another length, or never quantised
+    with suppress(ValueError, NotImplementedError):  # not this length, or never quantised
         if all(_fits(*pair) for pair in zip(parts(cache), parts(own), strict=True)):
             return
     raise FileError(
-        f"{source} is another model's: its keys and values differ; name the model that made it"
+        f"{source} was made by a different model: its shapes do not fit; name the model that made "
+        "it"
     )
 
 
@@ -359,7 +360,7 @@ def _fits(cache: Any, own: Any) -> bool:
 def _layout(cache: Any) -> dict[str, tuple[int, ...]]:
     """The shape of each array in a cache, without the number of positions.
 
-    Integers in a state are tokens of the context, of any number.
+    Integer arrays in a state are the context's tokens, whose number varies.
     """
     arrays = {name: one for name, one in tree_flatten(cache.state) if isinstance(one, mx.array)}
     if not isinstance(cache, ArraysCache):

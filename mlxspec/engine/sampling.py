@@ -1,6 +1,6 @@
 """The target's choice after each row: processors, filters, then argmax or a sample.
 
-A token's random numbers depend on the seed and its position alone. So a token is the same whether
+A token's random numbers depend only on the seed and its position. So the token is the same whether
 it is decoded alone, as a row of a draft, or in a branch of a tree.
 """
 
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
     from .grammar import Grammar
     from .target import Target
 
-_COLDEST = 1e-30  # logit differences divided by this stay within float32
+_COLDEST = 1e-30  # differences of logits divided by this stay within float32
 _LONGEST = 2**31 - 1  # tokens; MLX cannot index further back
 
 Perturb = Callable[[mx.array, Sequence[int]], mx.array]
-""":meth:`Chooser.perturb` of a generation's chooser."""
+"""The method :meth:`Chooser.perturb` of a generation's chooser."""
 
 
 class Chooser:
     """Picks the target's token after each row of a forward, for one generation.
 
-    Above temperature 0 it samples by the Gumbel-max trick: divide the filtered log-probabilities
-    by the temperature and add Gumbel noise; then token t is the maximum with exactly t's
-    probability. The noise at position p is a function of (seed, p) alone: a key of MLX's
+    Above temperature 0, it samples by the Gumbel-max trick: it divides the filtered
+    log-probabilities by the temperature and adds Gumbel noise. Token t is then the maximum with
+    exactly t's probability. The noise at position p depends only on seed and p: a key of MLX's
     counter-based generator has one word for the seed and the purpose, and one for p.
 
     Args:
-        params: how to pick.
+        params: the sampling parameters.
         grammar: the constraint's state at the beginning of the output; None without a constraint.
 
     Attributes:
         greedy: whether the choice is the most likely token.
         takes_argmax: whether the choice is the argmax of the unprocessed logits.
-        looks_ahead: whether to call it for one token more than is emitted, as mlx-lm's plain
-            decoding does; a processor or sampler may count its calls.
+        looks_ahead: whether to choose one token more than is emitted, as mlx-lm's plain decoding
+            does; a processor or sampler may count its calls.
     """
 
     def __init__(self, params: SamplingParams, grammar: Grammar | None = None) -> None:
@@ -74,7 +74,7 @@ class Chooser:
         if not self.greedy:
             self._noise_word, self._coin_word, self._state_word = _words(params.seed)
 
-    # Processors see mlx-lm's data types: int32 for the prompt alone, and int64 once generated
+    # Processors get mlx-lm's data types: int32 for the prompt alone, and int64 once generated
     # tokens, which are uint32, are appended.
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -88,12 +88,12 @@ class Chooser:
             self._context = self._with(tokens)
 
     def contexts(self, tree: DraftTree, unknown: mx.array | None = None) -> list[mx.array] | None:
-        """The context of each node's choice, for :meth:`choose`; None without processors.
+        """The context that each node's choice follows, for :meth:`choose`; None without processors.
 
         Args:
             tree: the draft; its root is the context's last token.
-            unknown: the token after the context, (1,), if it has not been read yet; replaces the
-                tree.
+            unknown: the token after the context, (1,), if it has not been read yet; it takes the
+                place of the tree.
         """
         if not self._processors:
             return None
@@ -118,9 +118,9 @@ class Chooser:
 
         Args:
             logits: (rows, vocabulary).
-            positions: per row, the position of the token to choose, counted from the prompt's
+            positions: for each row, the position of the token to choose, counted from the prompt's
                 first token: the row's own position plus one.
-            contexts: per row, the tokens up to its own, from :meth:`contexts`.
+            contexts: for each row, the tokens up to its own, from :meth:`contexts`.
             allowed: bool, (rows, vocabulary), the tokens that a constraint allows; None for all.
 
         Returns:
@@ -134,11 +134,11 @@ class Chooser:
                 rows = [processor(*pair) for pair in zip(contexts, rows, strict=True)]
             logits = rows[0] if len(rows) == 1 else mx.concatenate(rows)
         if allowed is not None:
-            # Keep a choice even if a bias forbids all tokens that the constraint allows.
+            # Leave a choice even if a bias forbids all tokens that the constraint allows.
             least = mx.finfo(logits.dtype).min
             logits = mx.where(allowed, mx.maximum(logits, least), -mx.inf)
         # mlx-lm takes the argmax of log-probabilities, where rounding can make different logits
-        # equal. Equal output needs the same arithmetic.
+        # equal. Equal outputs need the same arithmetic.
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if self.greedy:
             return mx.argmax(logprobs, axis=-1), logprobs
@@ -154,13 +154,13 @@ class Chooser:
     def perturb(self, logprobs: mx.array, positions: Sequence[int]) -> mx.array:
         """The values whose argmax is the choice: filtered, divided by the temperature, with noise.
 
-        Shapes as in :meth:`choose`. At temperature 0 these are the log-probabilities, even with
-        the caller's own sampler, whose effect is unknown.
+        Shapes are as in :meth:`choose`. At temperature 0, these are the log-probabilities, even
+        with a caller's sampler, whose effect is unknown.
         """
         if self.params.temp == 0:
             return logprobs
         kept = self._filtered(logprobs, positions).astype(mx.float32)
-        # Relative to the best token, so at low temperatures only other tokens can overflow.
+        # Relative to the best token, so that at low temperatures only other tokens can overflow.
         tempered = (kept - kept.max(axis=-1, keepdims=True)) / max(self.params.temp, _COLDEST)
         size = logprobs.shape[-1]
         return tempered + _by_position(
@@ -175,8 +175,8 @@ class Chooser:
         if params.min_p > 0:
             logprobs = apply_min_p(logprobs, params.min_p, min(params.min_tokens_to_keep, size))
         if params.xtc_probability > 0:
-            # mlx-lm's function tosses one coin for all rows, from MLX's random state. Here it
-            # always drops tokens, and each position tosses a coin of its own.
+            # mlx-lm's function draws one random number for all rows, from MLX's random state. Here
+            # it always drops tokens, and each position draws its own number.
             with _restored_mlx_state():
                 special = list(params.xtc_special_tokens)
                 dropped = apply_xtc(logprobs, 1.0, params.xtc_threshold, special)
@@ -192,27 +192,27 @@ class Chooser:
 def draft_values(logits: mx.array, place: int, target: Target, perturb: Perturb) -> mx.array:
     """The values whose argmax is a draft's next token, with the output's noise at its position.
 
-    So a model that drafts and the target choose the same token with a probability of at least
-    (1 - d) / (1 + d), where d is the total variation of their distributions (Daliri, Musco, Suresh,
-    "Coupling without Communication and Drafter-Invariant Speculative Decoding", 2024, arXiv
+    So the drafting model and the target choose the same token with a probability of at least (1 -
+    d) / (1 + d), where d is the total variation distance of their distributions (Daliri, Musco,
+    Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding", 2024, arXiv
     2408.07978).
 
     Args:
-        logits: of the model that drafts, for the target's vocabulary, (1, vocabulary).
+        logits: the drafting model's, for the target's vocabulary, (1, vocabulary).
         place: how many tokens have been drafted.
-        target: the sequence's; no forward is dispatched ahead of the draft.
-        perturb: of the sequence's chooser.
+        target: the sequence's target, with no forward dispatched ahead.
+        perturb: the method of the sequence's chooser.
 
     Returns:
         (1, vocabulary), lazy.
     """
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    # The target has not run the current token, whose position is the target's length.
+    # The target has not yet run the current token, whose position is the target's length.
     return perturb(logprobs, [target.length + 1 + place])
 
 
 def _words(seed: int | None) -> list[int]:
-    """The first words of a generation's keys: for noise, coins, and a caller's sampler."""
+    """The first words of a generation's keys: for noise, XTC, and a caller's sampler."""
     if seed is None:
         high, low = cast(list[int], mx.random.randint(0, 2**31 - 1, (2,)).tolist())
         seed = high << 32 | low
@@ -225,7 +225,7 @@ def _words(seed: int | None) -> list[int]:
 def _restored_mlx_state() -> Iterator[None]:
     """Restore MLX's random state at the end.
 
-    A compiled function that draws would leave a state that depends on the function's inputs.
+    A compiled function that draws random numbers would leave a state that depends on its inputs.
     """
     (key,) = cast(Sequence[mx.array], mx.random.state)
     high, low = cast(list[int], key.tolist())

@@ -6,62 +6,62 @@ A :class:`Sequence` is one generation, :func:`joint_step` runs a step of one or 
 
 from __future__ import annotations
 
-import threading
+import math
 import time
-from collections import Counter, abc, deque
+from collections import abc
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from typing import TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from ..drafting.costs import LiveCosts
+from ..drafting.costs import Costs, LiveCosts
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep, accept, checked_draft
 from ..drafting.lookahead import WINDOW
 from ..drafting.planner import NO_PLAN, Plan, Planner, log_fault, plan_drafts
 from .caches import held_arrays, move_rows, parts
 from .joint import Joint, JointMode, JointRows, joint_for
 from .sampling import Chooser
-from .target import Capability, Target
+from .target import Capability, Target, vocabulary_size
 
 _Result = TypeVar("_Result")
 
-_STEPS_BETWEEN_CLEARING = 256  # as in mlx-lm: return the buffers of outgrown caches to the system
+_STEPS_BETWEEN_CLEARING = 256  # as in mlx-lm: gives outgrown caches' buffers back to the system
 
-_NEXT = DraftTree.chain(-1)  # the one row after a token that is not known yet
+_NEXT = DraftTree.chain(-1)  # the single row after a token that is not yet known
 
 
 class Sequence:
     """One generation: a growing context, the target's cache of it, a drafter and a chooser.
 
     After every step, and however it is closed, the target's cache holds exactly the context without
-    its last token. While a pipelined plain step is pending, it holds one dispatched token more.
+    its last token. While a pipelined plain step is pending, it holds one more token.
 
     Args:
-        target: the model; its cache holds what precedes the prompt.
+        target: the model; its cache holds the context before the prompt.
         prompt: at least one token id.
         drafter: proposes drafts.
         chooser: picks the target's token after each row.
         max_tokens: the most tokens to emit, at least 1.
         ends: called with each emitted token in order; returns True to end the output after it.
-        n_cached: how many of the prompt's first tokens the target's cache holds; less than all.
-        in_mlx_lms_chunks: whether the prompt must run in mlx-lm's chunks, because others would
-            change the output.
+        n_cached: how many of the prompt's first tokens the target's cache already holds; not all.
+        in_mlx_lms_chunks: whether the prompt must run in mlx-lm's chunks, because other chunks
+            would change the output.
 
     Attributes:
-        length: positions of the context, including the last token's.
+        length: the number of the context's positions, including the last token's.
         remaining: the number of tokens that may still be emitted.
         finished: whether the output has ended.
-        tree: the rows of the step.
+        tree: the rows of the current step.
         forward: the forward over these rows.
         ahead: the next step's forward, if the last step dispatched it.
-        proposed: the number of draft tokens proposed last.
-        fault: the exception of its drafter, a processor or the like; then it must be closed.
+        proposed: the number of draft tokens in the last proposal.
+        fault: the exception of its drafter, a processor or the like; the sequence must then be
+            closed.
     """
 
     tree: DraftTree
@@ -79,7 +79,7 @@ class Sequence:
         n_cached: int = 0,
         in_mlx_lms_chunks: bool = False,
     ) -> None:
-        self.prompt = tuple(prompt)  # a copy, which no drafter can change
+        self.prompt = tuple(prompt)  # a copy, which drafters cannot change
         self.target = target
         self.drafter = drafter
         self.chooser = chooser
@@ -117,19 +117,15 @@ class Sequence:
         self.drafter.attach(self.target, self.chooser.perturb)
         self.drafter.begin(list(self.prompt))
         self._open = True
-        chunks = self.target.prefill_in_chunks(self.to_prefill, chunk, self.in_mlx_lms_chunks)
+        tokens = self.prompt[self._n_cached : -1]  # the last token runs in the first step
+        chunks = self.target.prefill_in_chunks(tokens, chunk, self.in_mlx_lms_chunks)
         with closing(chunks) as progress:
             while True:
                 with mx.stream(generation_stream):
                     done = next(progress, None)
                 if done is None:
                     return
-                yield done, len(self.to_prefill)
-
-    @property
-    def to_prefill(self) -> tuple[int, ...]:
-        """The prompt's tokens that must run before the first step."""
-        return self.prompt[self._n_cached : -1]
+                yield done, len(tokens)
 
     def close(self) -> None:
         """Cut the cache to the context and end the drafter.
@@ -149,7 +145,7 @@ class Sequence:
     def propose(self, plan: Plan | None = None) -> None:
         """Propose the rows of the step.
 
-        If the last step has dispatched this step's forward already, the forward has one row, and
+        If the last step has already dispatched this step's forward, that forward has one row, and
         the draft waits for the next step.
 
         Args:
@@ -181,8 +177,8 @@ class Sequence:
         tree = checked_draft(proposed, self.drafter, self.last)
         if len(tree) == 1:
             return tree
-        # First, since the grammar and the target expect ids that the model knows.
-        tree = tree.pruned(max_depth, self.target.vocab_size)
+        # First, since the grammar and the target expect ids within the vocabulary.
+        tree = tree.pruned(max_depth, vocabulary_size(self.target.model))
         # The rows of lookahead's window are not drafts and need not satisfy the grammar.
         if self.chooser.grammar and WINDOW not in tree.origins:
             tree = self.chooser.grammar.allowed(tree)
@@ -204,9 +200,9 @@ class Sequence:
         unknown, nothing is chosen, and :meth:`take_ahead` chooses later.
 
         Args:
-            forward: this sequence's.
-            tree: its rows.
-            unknown: the token of its single row, (1,), if that has not been read yet.
+            forward: this sequence's forward.
+            tree: the forward's rows.
+            unknown: the token of the single row, (1,), if it has not been read yet.
         """
         grammar = self.chooser.grammar
         if forward.logits is None or (grammar and unknown is not None):
@@ -314,9 +310,9 @@ class Forward:
         return self.choices, self.argmaxes, self.logprobs
 
     def logprobs_after(self, rows: abc.Sequence[int]) -> list[mx.array]:
-        """Per row, the log-probabilities that its token was chosen from, (vocabulary,).
+        """For each row, the log-probabilities that its token was chosen from, (vocabulary,).
 
-        Each is an array of its own, since a slice would keep all rows in memory.
+        Each is a separate array, since a slice would keep all rows in memory.
         """
         if self.logprobs.ndim == 1:
             return [self.logprobs]
@@ -344,14 +340,6 @@ def each(
     return results
 
 
-def step(sequence: Sequence) -> VerifiedStep:
-    """Run one step of one sequence."""
-    (outcome,) = joint_step([sequence])
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
-
-
 def joint_step(
     sequences: abc.Sequence[Sequence],
     joint: Joint | None = None,
@@ -359,7 +347,7 @@ def joint_step(
 ) -> list[VerifiedStep | Exception]:
     """Run one step of each sequence; all forwards are dispatched before the first result is read.
 
-    If an earlier step has dispatched a sequence's forward already, its draft waits for the next
+    If an earlier step has already dispatched a sequence's forward, its draft waits for the next
     step. If nothing is drafted, the next step's forward may be dispatched right after this one.
 
     Args:
@@ -368,8 +356,8 @@ def joint_step(
         plans: for the sequences whose drafts were planned together.
 
     Returns:
-        per sequence, its step, or the exception of its drafter, processor, sampler or forward. Such
-        a sequence must be closed; the others continue.
+        for each sequence, its step, or the exception of its drafter, processor, sampler or forward.
+        A sequence with an exception must be closed; the others continue.
     """
     plans = plans or {}
     proposed = each(lambda sequence: sequence.propose(plans.get(sequence)), sequences)
@@ -380,7 +368,7 @@ def joint_step(
         dispatch_next(running, joint)
         accepted = each(Sequence.accept, running)
         keep(accepted)
-    except Exception as error:  # from the forward, which all share
+    except Exception as error:  # from the forward that all share
         return [sequence.fault or error for sequence in sequences]
     steps = each(Sequence.settle, accepted)
     return [steps[own] if own.fault is None else own.fault for own in sequences]
@@ -391,13 +379,13 @@ def dispatch(
 ) -> Iterable[Sequence]:
     """Dispatch a forward over rows of one or more sequences, and the choices after them.
 
-    The single row of a plain step is kept whatever token is chosen. So it is committed at once, and
-    the next forward can be dispatched after it.
+    The single row of a plain step is kept whatever token is chosen. So it is committed immediately,
+    and the next forward can be dispatched after it.
 
     Args:
         sequences: the sequences, which have proposed rows.
         joint: runs the forward of several sequences.
-        ahead: run the row after each sequence's plain step, whose token is not known yet.
+        ahead: run the row after each sequence's plain step, whose token is not yet known.
 
     Returns:
         the sequences that continue.
@@ -426,9 +414,9 @@ def dispatch(
         chosen = each(
             lambda s: s.choose(forwards[s], rows[s][2], rows[s][1] if ahead else None), rows
         )
-    # Evaluate everything that outlives the step, since only this thread can read lazy arrays. The
-    # choices do not depend on all caches, such as a recurrent layer's last state or the keys of a
-    # sparse layer's index.
+    # Evaluate everything that outlives the step, since only this thread can read lazy arrays.
+    # Evaluating the choices is not enough: some caches do not affect them, such as a recurrent
+    # layer's last state or the keys of a sparse layer's index.
     mx.async_eval(
         [forwards[sequence].arrays for sequence in chosen],
         held_arrays(cache for target, *_ in rows.values() for cache in parts(target.cache)),
@@ -446,7 +434,7 @@ def dispatch(
 def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
     """Dispatch the next plain step of all sequences that continue, unless one of them drafts.
 
-    All or none: two forwards of a few rows take longer than one.
+    It is all or none, since two forwards of a few rows take longer than one.
     """
     going_on = [s for s in sequences if s.remaining > 1 or s.chooser.looks_ahead]
     pipelined = each(lambda s: not s.proposed and s.drafter.pipelined, going_on)
@@ -470,24 +458,17 @@ class Batch:
 
     Args:
         model: an mlx-lm model.
-        mode: the model's, from :func:`mlxspec.engine.capability.joint_mode`. With ``ALONE``, each
-            sequence has a forward of its own in every step.
-        costs: what rows cost, to plan drafts together; None if no drafts are planned.
-        patient: whether a sequence may wait for others' drafts as long as all gain together.
+        mode: the model's mode, from :func:`mlxspec.engine.capability.joint_mode`. With ``ALONE``,
+            each sequence has its own forward in every step.
+        patient: whether a sequence may be delayed by others' drafts, if all together gain.
         spare: as for :class:`.joint.Joint`.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        mode: JointMode,
-        costs: LiveCosts | None = None,
-        patient: bool = False,
-        spare: int | None = None,
+        self, model: nn.Module, mode: JointMode, patient: bool = False, spare: int | None = None
     ) -> None:
         self._patient = patient
         self._joint = None if mode is JointMode.ALONE else joint_for(model, mode, spare)
-        self._costs = costs
         self._costs_of: dict[int, LiveCosts] = {}
         self._has_failed = False
 
@@ -523,130 +504,70 @@ class Batch:
 
     def _step_together(self, sequences: abc.Sequence[Sequence]) -> list[VerifiedStep | Exception]:
         started = time.perf_counter()
-        costs, plans = None, dict[Sequence, Plan]()
-        if self._costs:
-            planned = self._planned(lambda: self._plan(sequences))
-            costs, plans = planned or (None, dict.fromkeys(_planners(sequences), NO_PLAN))
+        planners = _planners(sequences)
+        costs, plans = None, dict.fromkeys(planners, NO_PLAN)
+        if planners and (planned := self._planned(lambda: self._plan(sequences, planners))):
+            costs, plans = planned
         outcomes = joint_step(sequences, self._joint, plans)
         steps = [outcome for outcome in outcomes if isinstance(outcome, VerifiedStep)]
         together = [step for step in steps if step.sequences == len(sequences)]
         if costs and len(together) == len(sequences):
             rows = 1 + together[0].rows - len(sequences)
-            plan = next(iter(plans.values()), NO_PLAN)
+            plan = next(iter(plans.values()))
             seconds = time.perf_counter() - started - plan.head_seconds
-            self._planned(partial(costs.record, rows, seconds, together[0].pipelined, plan.head))
+            self._planned(partial(costs.record, rows, seconds, together[0].pipelined))
         return outcomes
 
-    def cost(self, sequence: Sequence, step: VerifiedStep) -> float | None:
+    def cost(self, sequence: Sequence, step: VerifiedStep) -> float:
         """The time of a sequence's step by the measured costs, in steps without drafts.
 
-        It is 1 for a step without a draft. As a ratio it does not depend on other programs, the
+        It is 1 for a step without a draft. As a ratio, it does not depend on other programs, the
         context's length or prompts in between, which slow both kinds of step.
 
         Returns:
-            None if the drafts' costs are not measured, as with a draft model.
+            NaN if the cost of drafting is not measured, as with a draft model.
         """
         planner = sequence.drafter
         if not isinstance(planner, Planner) or not isinstance(planner.costs, LiveCosts):
-            return None
+            return math.nan
         own, count = planner.costs, step.sequences
         rows = 1 + step.rows - count
+        cost = self._planned(lambda: self._costs_for(own, count).curve(rows) + planner.head_time)
+        return cost or math.nan
 
-        def cost() -> float:
-            costs = own if count == 1 else self._costs_for(count)
-            return costs.curve(rows) + planner.head_time
-
-        return self._planned(cost)
-
-    def _costs_for(self, count: int) -> LiveCosts:
-        """The costs of joint steps of ``count`` sequences."""
-        assert self._costs
+    def _costs_for(self, own: Costs, count: int) -> LiveCosts:
+        """The costs of steps of ``count`` sequences; ``own`` are those of one."""
+        assert isinstance(own, LiveCosts)
+        if count == 1:
+            return own
         if count not in self._costs_of:
-            self._costs_of[count] = self._costs.for_sequences(count)
+            self._costs_of[count] = own.for_sequences(count)
         return self._costs_of[count]
 
-    def _plan(self, sequences: abc.Sequence[Sequence]) -> tuple[LiveCosts, dict[Sequence, Plan]]:
+    def _plan(
+        self, sequences: abc.Sequence[Sequence], planners: dict[Sequence, Planner]
+    ) -> tuple[LiveCosts, dict[Sequence, Plan]]:
         """Plan the drafts of all sequences together; return the steps' costs, and the plans."""
         count = len(sequences)
-        costs = self._costs_for(count)
+        costs = self._costs_for(next(iter(planners.values())).costs, count)
         costs.move_to(max(sequence.length for sequence in sequences))
-        planned = _planners(sequences)
-        if not planned:
-            return costs, {}
-        # The others propose in the step itself; until then, expect what they proposed before.
-        others = [sequence for sequence in sequences if sequence not in planned]
+        # The others propose in the step itself; expect as many rows as they proposed before.
+        others = [sequence for sequence in sequences if sequence not in planners]
         plans = plan_drafts(
-            list(planned.values()),
-            [sequence.max_depth for sequence in planned],
+            {planner: sequence.max_depth for sequence, planner in planners.items()},
             costs,
             sequences=count,
             rows_taken=sum(sequence.proposed for sequence in others),
             patient=self._patient,
         )
-        return costs, dict(zip(planned, plans, strict=True))
+        return costs, dict(zip(planners, plans, strict=True))
 
 
 def _planners(sequences: abc.Sequence[Sequence]) -> dict[Sequence, Planner]:
-    """The planners of the sequences that have a working one."""
+    """The working planners whose costs learn, by sequence."""
     return {
-        sequence: sequence.drafter
+        sequence: planner
         for sequence in sequences
-        if isinstance(sequence.drafter, Planner) and not sequence.drafter.failed
+        if isinstance(planner := sequence.drafter, Planner) and not planner.failed
+        if isinstance(planner.costs, LiveCosts)
     }
-
-
-# --- step times ---
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """The measured T(rows).
-
-    Attributes:
-        rows: rows per forward.
-        pipelined: whether the forward was dispatched during the step before, as in plain
-            decoding; such a step has one row.
-        steps: how many such steps ran.
-        seconds: median wall time of the recent ones.
-        cost: the verify cost T(rows) / T(1), where T(1) is pipelined if such a step has run; None
-            until a step of one row has run.
-    """
-
-    rows: int
-    pipelined: bool
-    steps: int
-    seconds: float
-    cost: float | None
-
-
-_KEPT = 64  # recent steps per number of rows: enough for a median, few enough to show a hot chip
-
-
-class StepTimes:
-    """T(rows): the wall time of whole steps by their number of rows.
-
-    A whole step consists of proposing, forward, reading, acceptance and cache commit. The times
-    hold for one model on one machine in one data type. Threads may record concurrently.
-    """
-
-    def __init__(self) -> None:
-        self._recent: dict[tuple[int, bool], deque[float]] = {}
-        self._steps: Counter[tuple[int, bool]] = Counter()
-        self._lock = threading.Lock()
-
-    def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
-        """Add the wall time of one step."""
-        with self._lock:
-            self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
-            self._steps[rows, pipelined] += 1
-
-    def table(self) -> list[StepTime]:
-        """One entry per kind of step that has run, fewest rows first."""
-        with self._lock:
-            seconds = {kind: median(recent) for kind, recent in self._recent.items()}
-            steps = self._steps.copy()
-        one_row = seconds.get((1, True)) or seconds.get((1, False))
-        return [
-            StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
-            for kind, time in sorted(seconds.items())
-        ]

@@ -1,4 +1,4 @@
-"""The target: a model's forwards over a draft's rows and a prompt's chunks, and their caches."""
+"""The target: runs a model over drafts' rows and prompts' chunks, and manages its caches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,44 +38,48 @@ from .params import CacheOptions
 from .patches import Tape, forward_at, install
 
 UNDOABLE = 2
-"""Forwards that a generation may have to undo, since a plain step may be dispatched ahead; each
-takes a copy of states that cannot be cut."""
+"""How many forwards a generation may have to undo, since a plain step may be dispatched ahead. Each
+takes a copy of the states that cannot be cut.
+"""
 
-_AFTER_MARK = 16  # tokens of a prompt; what opens an answer in chat templates is shorter
+_AFTER_MARK = 16  # tokens, more than open an answer in any chat template
 
 
 class Capability(enum.Enum):
-    """What drafts a target can verify, the most capable first."""
+    """Which drafts a target can verify, the most capable first."""
 
     TREE = "tree"
-    """Branching drafts: KV caches, and positions that come from RoPE modules alone."""
+    """Branching drafts: the model has only KV caches, and positions only from RoPE modules."""
 
     CHAIN = "chain"
-    """Drafts in a row: every cache can be cut back."""
+    """Chains: every cache can be cut back."""
 
     REPLAY = "replay"
-    """Drafts in a row: some state cannot be cut back (state-space and linear attention, short
-    convolutions). After a rejection it is computed again for the accepted rows."""
+    """Chains: some state cannot be cut back (state-space and linear attention, short convolutions).
+    After a rejection, it is recomputed for the accepted rows.
+    """
 
     PLAIN = "plain"
-    """No drafts: several rows in one forward do not give what they give one by one."""
+    """No drafts: several rows in one forward do not give the same as one by one."""
 
 
 Progress = Callable[[int, int], None]
-"""Called with the number of prompt tokens processed so far and the number in all."""
+"""Called with the number of prompt tokens processed so far, and the total."""
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """The number of token ids that a model knows, including those that pad its output layer."""
-    # The graph is built for its shape and never evaluated.
-    return model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
+    """The size of a model's output layer: the number of token ids, including padding."""
+    if getattr(model, "vocabulary_size", None) is None:
+        # The graph is built for its shape, but never evaluated.
+        logits = model(mx.array([[0]]), cache=make_prompt_cache(model))
+        model.vocabulary_size = logits.shape[-1]
+    return cast(int, model.vocabulary_size)
 
 
 def evaluate_constants(model: nn.Module) -> None:
-    """Evaluate what a model has computed for itself when it was made, such as RoPE's frequencies.
+    """Evaluate constants that a model computed when it was created, such as RoPE's frequencies.
 
-    Loading evaluates parameters only, and a lazy array can be read only in the thread that made
-    it.
+    Loading evaluates only parameters, and only the thread that made a lazy array can read it.
     """
     constants = [
         value
@@ -89,32 +93,31 @@ def evaluate_constants(model: nn.Module) -> None:
 class Target:
     """A model, run over rows that follow the context in its caches.
 
-    The caches hold exactly what was accepted. :meth:`forward` writes a draft's rows into them, and
-    :meth:`commit` keeps some of these. Between two commits, and after an interrupt anywhere,
-    :meth:`truncate` returns to what was committed.
+    The caches hold exactly the accepted tokens. :meth:`forward` writes a draft's rows into them,
+    and :meth:`commit` keeps some of these. Between two commits, and after an interrupt anywhere,
+    :meth:`truncate` returns to the last commit.
 
     If some state cannot be cut back (with the capability ``REPLAY`` or ``PLAIN``), it is computed
-    for the accepted rows from the forward's tape after a partial rejection. Without a tape, it is
-    restored to what it was before the step, and the accepted tokens run again.
+    for the accepted rows from the forward's tape after a partial rejection. Without a tape, the
+    state before the step is restored, and the accepted tokens run again.
 
     Args:
         model: an mlx-lm model.
-        capability: what drafts the model can verify, from :mod:`mlxspec.engine.capability`.
-        vocab_size: from :func:`vocabulary_size`.
-        options: the memory of the caches.
-        cache: mlx-lm's caches to continue, with what they hold; by default new ones. They are
-            used as they are until the end of the prefill, or :meth:`begin_at`.
-        marks: how many of the last prefills :meth:`rewind` can return to, where the caches cannot
-            be cut to any length. The mark is 16 tokens before a prefill's end, since the next
-            turn of a conversation may differ in the tokens that open the answer.
+        capability: which drafts the model can verify, from :mod:`mlxspec.engine.capability`.
+        options: the limits on the caches.
+        cache: mlx-lm's caches to continue; by default new ones. They are not converted before the
+            end of the prefill, or :meth:`begin_at`.
+        marks: how many of the last prefills :meth:`rewind` can return to, if the caches cannot be
+            cut to any length. The mark is 16 tokens before a prefill's end, since the next turn of
+            a conversation may differ in the tokens that open the answer.
         undoable: how many of the last forwards :meth:`truncate` can undo if states cannot be cut.
 
     Attributes:
         cache, trimmable: the caches, and those parts of them that can be cut back.
-        length: positions of the context that were committed.
-        mark_at: a length at which the next prefill makes a mark, too; 0 for none.
+        length: the number of committed positions.
+        mark_at: a length at which the next prefill also makes a mark; 0 for none.
         chunks_from: the length from which mlx-lm would have counted its chunks.
-        tape: of the last forward; None if its calls were not noted.
+        tape: the last forward's tape; None if its calls were not recorded.
         head: the caches of the model's trained head, which follow these; None without a head.
     """
 
@@ -126,7 +129,6 @@ class Target:
         self,
         model: nn.Module,
         capability: Capability,
-        vocab_size: int,
         options: CacheOptions | None = None,
         cache: Sequence[Any] | None = None,
         marks: int = 0,
@@ -134,7 +136,6 @@ class Target:
     ) -> None:
         self.model = model
         self.capability = capability
-        self.vocab_size = vocab_size
         self.options = options or CacheOptions()
         if cache is None:
             cache = make_prompt_cache(model, self.options.max_kv_size)
@@ -149,7 +150,7 @@ class Target:
         """The rows of the last forward."""
         self.tape: Tape | None = None
         self._unfinished = False
-        """Whether a state is not that of ``length``, if it replays."""
+        """With replay: whether some state is not that of ``length``."""
         self._checkpoints: deque[Snapshot] = deque(maxlen=undoable)
         self._marks: deque[Snapshot] = deque(maxlen=marks)
         trained = getattr(model, "trained_head", None)
@@ -164,7 +165,7 @@ class Target:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All that the caches hold, the head's included."""
+        """All arrays that the caches hold, including the head's."""
         return [*held_arrays(parts(self.cache)), *(self.head.arrays if self.head else ())]
 
     @property
@@ -179,7 +180,9 @@ class Target:
         return self._quantizes_later or are_quantized(self.cache)
 
     def begin_at(self, length: int) -> None:
-        """Count what the caches hold as a context of this length, to which it can be rewound."""
+        """Treat the content of the caches as a context of this length, to which it can be
+        rewound.
+        """
         self._change_for_steps()
         self.length, self.chunks_from = length, 0
         self.mark()
@@ -190,7 +193,7 @@ class Target:
         mx.eval(self.arrays)
 
     def _marks_within(self, tokens: int, as_mlx_lm: bool) -> set[int]:
-        """The places in a prefill of ``tokens`` tokens at which it makes marks."""
+        """The lengths at which a prefill of ``tokens`` tokens makes marks."""
         caches = parts(map(for_steps, self.cache))
         if not tokens or not self._marks.maxlen or all(map(is_trimmable_anywhere, caches)):
             return set()
@@ -201,7 +204,7 @@ class Target:
         return {early, *([wanted] if 0 < wanted < early else [])}
 
     def mark(self) -> None:
-        """Keep the state of the caches that cannot be cut back to this length."""
+        """Save the state of the caches that cannot be cut, for a later return to this length."""
         self.use([for_steps(cache) for cache in self.cache])
         drop_unseen(self.cache)
         self._change_for_steps()
@@ -217,7 +220,7 @@ class Target:
             self._unfinished = True
 
     def kept(self, rows: Sequence[int]) -> tuple[list[Any], int, Sequence[int]]:
-        """What :func:`move_rows` has to move if these rows of the last forward are to stay."""
+        """The arguments for :func:`move_rows` if these rows of the last forward stay."""
         return [] if self._replays else self.trimmable, self.length, rows
 
     def commit(self, rows: Sequence[int]) -> None:
@@ -226,7 +229,7 @@ class Target:
         self.commit_moved(rows)
 
     def commit_moved(self, rows: Sequence[int]) -> None:
-        """As :meth:`commit`, for rows that :func:`move_rows` has already moved."""
+        """Like :meth:`commit`, for rows that :func:`move_rows` has already moved."""
         length = self.length + len(rows)
         if len(rows) < len(self._tree):
             if self._replays and not self._recompute_states(len(rows)):
@@ -237,13 +240,13 @@ class Target:
                 cut(self.trimmable, length)
         if self.head:
             self.head.keep(self.length, rows)
-        # Together and last: at any interrupt, the length says what is committed.
+        # Together and last: at any interrupt, the length is that of the last commit.
         self.length, self._unfinished, self.tape = length, False, None
         if self._quantizes_later:
             self._quantize_if_due()
 
     def _run_again(self, tokens: Sequence[int]) -> None:
-        """Run accepted tokens through the model, after the states before them were restored."""
+        """Run accepted tokens through the model again, after the earlier states were restored."""
         self.model(mx.array(list(tokens))[None], cache=self.cache)
         mx.async_eval(held_arrays(parts(self.cache)))
 
@@ -251,31 +254,32 @@ class Target:
         """Compute the states after the first rows of the last forward, if its tape allows it.
 
         Returns:
-            whether it does; otherwise nothing is changed.
+            whether the tape allows it; if not, nothing is changed.
         """
         states = self.tape.states_after(rows, self._untrimmable) if self.tape else None
         if states is None:
             return False
         for cache, arrays in zip(self._untrimmable, states, strict=True):
             cache.cache = arrays
-        # Otherwise they would be lazy until the next step, and could not be read in its thread.
+        # Otherwise they would be lazy until the next step, which may run in a thread that cannot
+        # read them.
         mx.async_eval(states)
         return True
 
     def truncate(self, length: int) -> None:
-        """Return to the first ``length`` positions, also from a forward that was not committed.
+        """Return to the first ``length`` positions, even from a forward that was not committed.
 
-        If it replays, ``undoable`` forwards can be undone, and the length may become shorter than
-        asked for: a forward is undone with all its rows.
+        With replay, only ``undoable`` forwards can be undone, and the result may be shorter than
+        requested, since a forward is undone with all its rows.
 
         Raises:
-            ValueError: the state at that length has not been kept.
+            ValueError: no state was kept at that length.
         """
         self.tape = None
         if self._replays:
             while self._unfinished or self.length > length:
                 if not self._checkpoints:
-                    raise ValueError(f"the state at {length} positions has not been kept")
+                    raise ValueError(f"no state was kept at {length} positions")
                 self._return_to(self._checkpoints[-1])
                 self._checkpoints.pop()
         else:
@@ -289,16 +293,16 @@ class Target:
         """Return to the first ``length`` positions, or to a mark before them.
 
         Raises:
-            ValueError: no such state has been kept. The target cannot be used any more.
+            ValueError: no such state was kept. The target cannot be used any more.
         """
-        self._change_for_steps()  # an interrupt may have kept the prefill from doing it
+        self._change_for_steps()  # a prefill that was interrupted has not done this
         if self._is_before_quantization(length):
-            raise ValueError(f"the cache was quantised, and is not at {length} positions")
+            raise ValueError(f"the cache was quantised after {length} positions")
         try:
             if any(
                 length < cache.offset and not can_be_cut(cache, length) for cache in self.trimmable
             ):
-                raise ValueError(f"what is seen from {length} positions on has been dropped")
+                raise ValueError(f"positions that are needed after {length} have been dropped")
             self.truncate(length)
         except ValueError:
             self.length = length
@@ -311,7 +315,7 @@ class Target:
                 self.head.cut(self.length)
 
     def reach(self, length: int) -> int:
-        """The most positions up to ``length`` that :meth:`copied` takes; 0 for none.
+        """The most positions, up to ``length``, that :meth:`copied` can copy; 0 for none.
 
         This and :meth:`copied` may be called between any two steps of a generation, and between
         two chunks of its prompt.
@@ -327,7 +331,7 @@ class Target:
         """mlx-lm's caches with a copy of the first positions.
 
         Args:
-            length: of :meth:`reach`, not 0, or all that the caches hold between two generations.
+            length: from :meth:`reach`, not 0; between generations, it may also be the whole length.
             room: as for :func:`mlxspec.engine.caches.first_positions`.
         """
         held = (self._content_at(length, cache) for cache in self.cache)
@@ -340,7 +344,7 @@ class Target:
 
         The arguments are those of :meth:`copied`.
         """
-        own = self.model, self.capability, self.vocab_size, self.options
+        own = self.model, self.capability, self.options
         forked = type(self)(*own, self.copied(length, room), self._marks.maxlen or 0)
         forked.begin_at(length)
         if self.head:
@@ -348,14 +352,14 @@ class Target:
         return forked
 
     def _content_at(self, length: int, cache: Any) -> Any:
-        """A cache that ends at a length or can be cut to it."""
+        """A cache that ends at ``length`` or can be cut to it."""
         if isinstance(cache, CacheList):
             return CacheList(*(self._content_at(length, part) for part in cache.caches))
         marks = [mark for mark in self._marks if mark.length == length]
         return marks[-1].content_of(cache) if marks and not can_be_cut(cache, length) else cache
 
     def _forget_marks_behind(self) -> None:
-        """Forget the marks in what was cut off: other tokens will take its place."""
+        """Forget marks beyond the current length, since other tokens will come there."""
         while self._marks and self._marks[-1].length > self.length:
             self._marks.pop()
 
@@ -366,7 +370,9 @@ class Target:
         self.length, self._unfinished = checkpoint.length, False
 
     def _quantize_if_due(self) -> None:
-        """Quantise the cache where mlx-lm does: after the first step that reaches the start."""
+        """Quantise the cache where mlx-lm does: after the first step that reaches
+        ``quantized_kv_start``.
+        """
         options = self.options
         if self._quantizes_later and self.length >= options.quantized_kv_start:
             quantized = self.cache.copy()
@@ -375,7 +381,7 @@ class Target:
             self._quantizes_later = False
 
     def _is_before_quantization(self, length: int) -> bool:
-        """Whether the caches have been quantised, but were not yet at that length."""
+        """Whether the caches are quantised now, but were not yet at that length."""
         quantized = self.options.kv_bits is not None and not self._quantizes_later
         return quantized and length < min(self.options.quantized_kv_start, self.length)
 
@@ -383,28 +389,18 @@ class Target:
 
     @property
     def max_depth(self) -> int:
-        """How many tokens deep the next draft may be."""
+        """The greatest depth of the next draft, in tokens."""
         if self.capability is Capability.PLAIN:
             return 0
         if self._quantizes_later:
-            # mlx-lm quantises the cache between two tokens, and so must we.
+            # mlx-lm quantises the cache between two tokens, so no draft may span that point.
             return max(0, self.options.quantized_kv_start - 2 - self.length)
         return sys.maxsize
 
-    def prefill(
-        self,
-        tokens: Sequence[int],
-        on_progress: Progress | None = None,
-    ) -> None:
-        """Put prompt tokens into the caches, ``prefill_step_size`` of the options at a time.
-
-        Args:
-            tokens: of the prompt.
-            on_progress: called before each chunk, and at the end.
-        """
-        for done in self.prefill_in_chunks(tokens):
-            if on_progress:
-                on_progress(done, len(tokens))
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Put prompt tokens into the caches, in chunks of ``options.prefill_step_size``."""
+        for _ in self.prefill_in_chunks(tokens):
+            pass
 
     def prefill_in_chunks(
         self,
@@ -412,20 +408,20 @@ class Target:
         chunk: Callable[[], int] | None = None,
         as_mlx_lm: bool = False,
     ) -> Generator[int, None, None]:
-        """Put prompt tokens into the caches, a chunk each time the next number is asked for.
+        """Put prompt tokens into the caches, one chunk per iteration.
 
         The first prefill runs on mlx-lm's own caches; at its end, or when it is closed, trimmable
         ones replace them. Whatever the chunks, caches are quantised where mlx-lm's chunks end.
 
         Args:
-            tokens: of the prompt.
+            tokens: the prompt's tokens.
             chunk: returns the size of the next chunk, to make it smaller than
-                ``prefill_step_size`` of the options.
-            as_mlx_lm: run mlx-lm's chunks, since others would give something else. Then ``chunk``
-                is not asked, and the only mark is at the end.
+                ``options.prefill_step_size``.
+            as_mlx_lm: run mlx-lm's chunks, since other chunks would change the result. Then
+                ``chunk`` is not called, and the only mark is at the end.
 
         Yields:
-            how many tokens are done: before each chunk, and at the end.
+            the number of tokens processed: before each chunk, and at the end.
         """
         places = self._marks_within(len(tokens), as_mlx_lm)
         step, start = self.options.prefill_step_size, 0
@@ -433,7 +429,7 @@ class Target:
         aligned = self._quantizes_later and due
         try:
             while start < len(tokens):
-                if start in places:  # before the pause, in which others may look for it
+                if start in places:  # before yielding, since others may then look for it
                     self.mark()
                 yield start
                 size = step - (self.length - self.chunks_from) % step if aligned else step
@@ -444,7 +440,7 @@ class Target:
                 self._prefill_chunk(tokens[start:end], end == len(tokens))
                 start = end
             if not tokens and self.length > self.chunks_from:
-                self._quantize_if_due()  # a copied beginning was the whole prompt
+                self._quantize_if_due()  # a copied prefix was the whole prompt
             if start in places:
                 self.mark()
         finally:
@@ -452,7 +448,7 @@ class Target:
         yield start
 
     def _prefill_chunk(self, tokens: Sequence[int], ends: bool = True) -> None:
-        """Run the next tokens of a prompt; ``ends`` says whether they are its last ones."""
+        """Run the next tokens of a prompt; ``ends`` says whether they are the last ones."""
         before, length = Snapshot(self._untrimmable), self.length + len(tokens)
         rows = mx.array(list(tokens))
         try:
@@ -462,7 +458,7 @@ class Target:
                 self.head.keep(self.length, range(len(tokens)))
                 self.head.see()
             self.length = length
-        except BaseException:  # an interrupt in the middle of the layers
+        except BaseException:  # such as an interrupt between two layers
             before.restore()
             raise
         if ends or (length - self.chunks_from) % self.options.prefill_step_size == 0:
@@ -508,12 +504,11 @@ Result = TypeVar("Result")
 def target_for(
     model: nn.Module,
     capability: Capability,
-    vocab_size: int,
     options: CacheOptions | None = None,
     cache: Sequence[Any] | None = None,
     marks: int = 0,
 ) -> Target:
-    """A :class:`Target` of a model, on all machines over which the model is split.
+    """A :class:`Target` of a model, on all machines that the model is split over.
 
     The arguments are those of :class:`Target`.
 
@@ -521,17 +516,17 @@ def target_for(
         OptionError: ``cache`` is given for a model that is split.
     """
     leader = getattr(model, "leader", None)
-    if leader and cache is not None:  # it would hold a whole model's keys and values
+    if leader and cache is not None:  # it would hold the keys and values of a whole model
         raise OptionError(
-            "a prompt cache is not split over several machines as the model is: leave it out, "
+            "a prompt cache cannot be split over several machines like the model: leave it out, "
             "or run without mlx.launch"
         )
     make = leader.target if leader else Target
-    return make(model, capability, vocab_size, options, cache, marks)
+    return make(model, capability, options, cache, marks)
 
 
 def together(function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
-    """Call a function that runs forwards of a model, on all machines over which it is split.
+    """Call a function that runs forwards of a model, on all machines that the model is split over.
 
     Args:
         function: one of mlxspec's.

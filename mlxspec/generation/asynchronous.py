@@ -1,4 +1,4 @@
-"""A thread that runs engines for asyncio tasks, and the generations of ``astream`` in one."""
+"""A thread that runs engines for asyncio tasks, and ``astream``, whose generations run in one."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _Result = TypeVar("_Result")
 
 
 class RequestStream:
-    """What a thread sends of some requests to the asyncio task that creates this.
+    """A queue from an :class:`EngineThread` to the asyncio task that creates it.
 
     Attributes:
         loop: the task's event loop.
-        batches: the requests with what the thread has sent of each in one turn, in order.
+        batches: pairs of a request and what the thread has sent for it in one turn, in order.
     """
 
     def __init__(self) -> None:
@@ -41,19 +41,19 @@ class RequestStream:
 
 
 class EngineThread:
-    """Runs engines in a thread of its own, which take turns.
+    """Runs engines, which take turns, in a thread of its own.
 
-    Other threads communicate with it in two ways only: :meth:`call` puts a command into a queue,
-    and after each turn the thread hands what was sent to the event loops that wait for it. It
-    starts with the first command.
+    Other threads communicate with it in only two ways: :meth:`call` puts a command into a queue,
+    and after each turn the thread delivers sent items to the event loops that wait for them. The
+    thread starts with the first command.
 
     Args:
         name: the thread's name.
-        stall: as for an :class:`Engine`, for all of them together.
+        stall: as for an :class:`Engine`, but for all engines together.
 
     Attributes:
-        engines: the engines by any key; to be changed only in the thread.
-        ending: the error for further commands, once the thread is to end, or has failed.
+        engines: the engines by any key; changed only in the thread.
+        ending: the error for further commands, once the thread is ending or has failed.
     """
 
     def __init__(self, name: str, stall: float = 0.15) -> None:
@@ -63,13 +63,13 @@ class EngineThread:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._outbox: dict[tuple[RequestStream, Any], list[Any]] = {}
         self._lock = threading.Lock()
-        """Held while a command is queued, so that none is queued after the end."""
+        """Held while a command is queued, so that none comes after the end."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def call(self, function: Callable[..., _Result], *args: Any) -> Future[_Result]:
-        """Call a function in the thread, between two turns; returns its future result.
+        """Call a function in the thread, between two turns; return its future result.
 
-        Raises what :attr:`ending` is.
+        Raises :attr:`ending` if that is set.
         """
         result: Future[_Result] = Future()
 
@@ -88,7 +88,7 @@ class EngineThread:
         return result
 
     def tell(self, key: Hashable, method: Callable[..., object], *args: Any) -> None:
-        """Call a method of an engine between two turns, if it is still there by then."""
+        """Call a method of an engine between two turns, if the engine still exists then."""
 
         def tell() -> None:
             if engine := self.engines.get(key):
@@ -97,14 +97,14 @@ class EngineThread:
                 except Exception:  # no caller waits for the result
                     _log.exception("a command has failed")
 
-        with suppress(Exception):  # the thread is to end
+        with suppress(Exception):  # the thread is ending
             self.call(tell)
 
     def end(self, error: Exception) -> None:
-        """Carry out no more commands; requests end with ``error`` after the present turn."""
+        """Accept no more commands; requests end with ``error`` after the current turn."""
         with self._lock:
             self.ending = self.ending or error
-            self._commands.put(lambda: None)  # it may wait for one
+            self._commands.put(lambda: None)  # wakes the thread if it waits for a command
 
     def join(self) -> None:
         """Wait for the end of the thread, if it has started."""
@@ -114,14 +114,14 @@ class EngineThread:
     # --- in the thread ---
 
     def send(self, stream: RequestStream, request: Request | None, item: object) -> None:
-        """Send something of a request to a task, which receives it at the end of the turn."""
+        """Send an item of a request to a task, which receives it at the end of the turn."""
         self._outbox.setdefault((stream, request), []).append(item)
 
     def _run(self) -> None:
         try:
             while not self.ending:
                 self._obey()
-                # Without a model: it is for all of them.
+                # Without a model, since it applies to all.
                 with wired_limit(nn.Module(), [generation_stream]):
                     while self._turn() or not self._commands.empty():
                         if not self._commands.empty():
@@ -134,13 +134,13 @@ class EngineThread:
             self.deliver()
 
     def _obey(self) -> None:
-        """Wait for a command, and carry out all."""
+        """Wait for a command, then run all that are queued."""
         self._commands.get()()
         while not self._commands.empty():
             self._commands.get()()
 
     def _turn(self) -> bool:
-        """Run a turn of each engine with requests; returns whether there is more to do."""
+        """Run a turn of each engine with requests; return whether there is more to do."""
         if self.ending:
             return False
         engines = [engine for engine in self.engines.values() if engine.has_requests]
@@ -149,19 +149,19 @@ class EngineThread:
             engine.stall = self.stall / len(engines)
             try:
                 busy |= engine.turn(hurried=len(engines) > 1)
-            except Exception as error:  # from the model: it ends all its generations
+            except Exception as error:  # from the model: all its generations end
                 engine.close(error)
         self.deliver()
         return busy
 
     def deliver(self) -> None:
-        """Hand what was sent to the event loops.
+        """Deliver the sent items to the event loops.
 
         There is only one call per loop, since each call interrupts the loop and delays the thread.
         """
         outbox, self._outbox = self._outbox, {}
         for loop in {stream.loop for stream, _ in outbox}:
-            with suppress(RuntimeError):  # the loop has ended; no task waits
+            with suppress(RuntimeError):  # the loop has ended, so no task waits
                 loop.call_soon_threadsafe(_take, loop, outbox)
 
 
@@ -175,11 +175,13 @@ def _take(
 
 # --- astream ---
 
-_AHEAD = 64  # responses that may wait for their consumer; each may hold a row of logits
+_AHEAD = 64  # responses that may wait to be consumed; each may hold a row of logits
 
 
 _thread = EngineThread("mlxspec astream")
-"""Runs the generations of all decoders: one thread, since MLX compiles again in each."""
+"""Runs the generations of all decoders. It is a single thread, since MLX compiles separately in
+each.
+"""
 
 
 async def astream(
@@ -187,7 +189,7 @@ async def astream(
     new_request: Callable[..., Request],
     options: GenerationOptions,
 ) -> AsyncGenerator[GenerationResponse, None]:
-    """What :meth:`mlxspec.Decoder.astream` returns.
+    """The generator that :meth:`mlxspec.Decoder.astream` returns.
 
     Args:
         decoder: runs the generation.
@@ -225,7 +227,7 @@ async def astream(
         assert request
         send(request.error)
         if not _thread.engines[decoder].has_requests:
-            del _thread.engines[decoder]  # it would hold the decoder
+            del _thread.engines[decoder]  # so that it does not keep the decoder alive
 
     def cancel() -> None:
         if request and not request.done:

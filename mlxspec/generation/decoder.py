@@ -30,7 +30,7 @@ from .asynchronous import astream
 from .drafting import Auto, Drafting, Lookahead, PromptLookup, drafter_maker
 from .engine import responses
 from .loaded import LoadedModel
-from .options import GenerationOptions, Prompt, prompt_ids
+from .options import DraftingParameters, GenerationOptions, Prompt, prompt_ids
 from .request import Request
 from .response import GenerationResponse, GenerationResult
 
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 class Decoder(LoadedModel):
     """Generates with any drafter. Each generation has its own cache.
 
-    A model's weights may change at any time. After replacing its layers, to quantise or adapt
-    them, make a new decoder: what the model verifies and what its steps cost may have changed.
+    A model's weights may change at any time. After replacing its layers, to quantise or adapt them,
+    make a new decoder: its capability and the costs of its steps may have changed.
 
     Args:
         model: a directory or Hub repository, as for :func:`mlxspec.load`, or a loaded mlx-lm
@@ -54,7 +54,7 @@ class Decoder(LoadedModel):
         tokenizer: the tokenizer of a loaded model.
         drafter: a :class:`mlxspec.Drafter`, which serves one generation at a time, or a class or
             function that makes one for each generation. None is plain decoding.
-        on_measuring: called with the share done, 0 to 1, while step times are measured for the
+        on_measuring: called with the fraction done, 0 to 1, while step times are measured for the
             first time.
 
     Raises:
@@ -84,11 +84,6 @@ class Decoder(LoadedModel):
             raise OptionError("tokenizer is None: pass the loaded model's tokenizer with it")
         super().__init__(self.drafting.model_to_run(model), tokenizer, on_measuring)
 
-    @property
-    def plans(self) -> bool:
-        """Whether drafts are planned by the cost of steps."""
-        return self.drafting.plans
-
     def stream(
         self, prompt: Prompt, max_tokens: int = 250, **options: Unpack[GenerationOptions]
     ) -> Generator[GenerationResponse, None, None]:
@@ -108,15 +103,15 @@ class Decoder(LoadedModel):
     def astream(
         self, prompt: Prompt, max_tokens: int = 250, **options: Unpack[GenerationOptions]
     ) -> AsyncGenerator[GenerationResponse, None]:
-        """Generate as :meth:`stream` does, in an asyncio task, without blocking its event loop.
+        """Generate like :meth:`stream`, in an asyncio task, without blocking its event loop.
 
-        The model runs in a thread of its own. Up to 32 generations at once share its steps as in
-        ``batch_generate``, and each has the same output as alone. A generation runs up to 64
-        tokens ahead of its consumer, then waits.
+        The model runs in a separate thread. Up to 32 concurrent generations share its steps as in
+        ``batch_generate``, and each has the same output as alone. A generation runs up to 64 tokens
+        ahead of its consumer, then waits.
 
-        Closing (``aclose``) or cancelling a generation ends it before its next step, and returns
-        its session before the call returns. After a ``break`` the event loop closes it soon;
-        ``contextlib.aclosing`` closes it at once.
+        Closing (``aclose``) or cancelling a generation ends it before its next step, and releases
+        its session before the call returns. After a ``break``, the event loop closes it soon;
+        ``contextlib.aclosing`` closes it immediately.
 
         Args:
             prompt, max_tokens, options: as for :meth:`stream`, except ``prompt_cache``.
@@ -124,7 +119,8 @@ class Decoder(LoadedModel):
 
         Raises:
             PromptError, OptionError, MlxspecError: as :meth:`decode`, with the first response.
-            OptionError: ``prompt_cache`` is given, but the generation runs ahead of its consumer.
+            OptionError: ``prompt_cache`` is given, which does not work, since the generation runs
+                ahead of its consumer.
         """
         new_request = partial(self.new_request, prompt, max_tokens)
         return astream(self, new_request, options)
@@ -136,7 +132,7 @@ class Decoder(LoadedModel):
         color: bool = True,
         **options: Unpack[GenerationOptions],
     ) -> GenerationResult:
-        """Generate, write the text to standard output meanwhile, and return the result.
+        """Generate, writing the text to standard output as it is generated, and return the result.
 
         Args:
             prompt, max_tokens, options: as for :meth:`stream`.
@@ -160,7 +156,7 @@ class Decoder(LoadedModel):
         Args:
             prompt: text, token ids, or messages, a list of ``{"role": ..., "content": ...}``. The
                 model's chat template turns messages into token ids; a trailing assistant message
-                is continued. Text and ids are used as they are.
+                is continued. Text and ids are used unchanged.
             drafter: proposes drafts; it changes the speed, not the output. It is not used if the
                 model verifies no drafts, or if logits processors or a sampler may be impure (see
                 :class:`mlxspec.SamplingParams`).
@@ -174,15 +170,16 @@ class Decoder(LoadedModel):
                 the constraint forces are drafted.
             chat_template_kwargs: arguments of the chat template besides the messages, such as
                 ``{"enable_thinking": False}`` or ``{"tools": [...]}``.
-            stop: texts that end the output and are not part of it.
+            stop: strings that end the output and are not part of it.
             stop_tokens: tokens that end the output, in addition to the tokenizer's own: ids, or
                 texts that are a single token.
-            on_progress: called during the prefill with the number of tokens done, and of all.
+            on_progress: called during the prefill with the number of tokens processed, and the
+                total.
             kv_bits, kv_group_size, quantized_kv_start, max_kv_size, prefill_step_size: limit the
-                memory of KV cache and prefill, as in mlx-lm; see
+                memory of the KV cache and the prefill, as in mlx-lm; see
                 :class:`mlxspec.engine.params.CacheOptions`.
             session: keeps the KV cache for the conversation's next turn. Pass the whole
-                conversation as the prompt: the part that the cache holds is not run again.
+                conversation as the prompt: the part that is in the cache does not run again.
             prompt_cache: mlx-lm's caches of the text before the prompt, from its
                 ``make_prompt_cache``. Once the generation has ended or is closed (leaving a
                 ``for`` loop closes it), they also hold the prompt and the output taken. Until
@@ -192,9 +189,8 @@ class Decoder(LoadedModel):
                 from MLX's random state, so repeated calls differ, as with mlx-lm.
 
         Returns:
-            a generator of one response per token. Closing it ends the generation. With a
-            tokenizer from :func:`mlxspec.load` the output keeps its first space, which mlx-lm
-            drops.
+            a generator of one response per token. Closing it ends the generation. With a tokenizer
+            from :func:`mlxspec.load`, the output keeps its first space, which mlx-lm drops.
 
         Raises:
             PromptError: the prompt is not text, token ids or messages; it is empty, longer than
@@ -204,8 +200,8 @@ class Decoder(LoadedModel):
                 is out of range, a token is unknown to the model, the model's cache cannot be
                 quantised as requested, or ``prompt_cache`` has too few layers. With the first
                 response: another generation is using the session.
-            FileError: ``prompt_cache`` has the shapes of another model. With the first
-                response: the session's initial cache has, or another generation is using
+            FileError: ``prompt_cache`` was made by another model. With the first response:
+                another model made the session's initial cache, or another generation is using
                 ``prompt_cache``.
             MlxspecError: ``drafter`` is not a drafter. With a response: it proposed an invalid
                 draft.
@@ -218,7 +214,7 @@ class Decoder(LoadedModel):
     def written(
         self, responses: Iterable[GenerationResponse], color: bool = True
     ) -> GenerationResult:
-        """Write a generation's text to standard output as it is generated, and return the result.
+        """Write a generation's text to standard output as it is generated; return the result.
 
         Args:
             responses: from :meth:`decode`, or from a decoder's ``stream``.
@@ -258,7 +254,7 @@ class Decoder(LoadedModel):
 
         Args:
             prompt, max_tokens, options: as for :meth:`stream`.
-            drafting: what to draft from, instead of the decoder's.
+            drafting: the kind of drafting, instead of the decoder's.
             receive: an engine calls it with each response.
 
         Raises:
@@ -268,40 +264,42 @@ class Decoder(LoadedModel):
         tokens = prompt_ids(prompt, self.tokenizer, self.vocab_size, longest, template)
         given: Any = {**options}
         drafting = drafting or self.drafting
-        own = {name: given.pop(name) for name in drafting.parameters & given.keys()}
+        parameters = vars(drafting).keys() & DraftingParameters.__annotations__.keys()
+        own = {name: given.pop(name) for name in parameters & given.keys()}
         make_drafter = partial(replace(drafting, **own).make, self)
         return Request(self, tokens, max_tokens, given, make_drafter, receive)
 
 
 class AutoDecoder(Decoder):
-    """Chooses each draft by its cost and its probable gain, with nothing to tune.
+    """Chooses each draft by its cost and its expected gain, with nothing to tune.
 
     The cost of steps is measured at first use, kept in the user's cache directory and corrected by
-    every step. Every output teaches which drafts tend to be right. These statistics are kept there
-    too, without any text, unless ``MLXSPEC_MEMORY=off``. Outputs are remembered, and later outputs
-    are drafted from them. They stay in the process unless you pass a ``memory`` on disk.
+    every step. The decoder also learns from every output which drafts tend to be right. These
+    statistics are kept in the same place, without any text, unless ``MLXSPEC_MEMORY=off``. Outputs
+    are remembered, and later outputs are drafted from them. They stay in the process unless you
+    pass a ``memory`` on disk.
 
     Args:
         model, tokenizer, on_measuring: as for :class:`Decoder`.
         memory_tokens: how many tokens of outputs the decoder remembers in its own memory,
             :data:`mlxspec.corpus.memory.MAX_TOKENS` by default. With 0 it has no memory, and
             generations learn nothing from earlier ones.
-        memory: a memory to use instead. Several decoders of one tokenizer may share it.
+        memory: a memory to use instead. Several decoders with the same tokenizer may share it.
         store: a store to draft from, a file made by ``mlxspec store build``.
         extra_drafter: a further drafter, used when it pays: a :class:`mlxspec.Drafter`, which
             serves one generation at a time, or a class or function that makes one for each
             generation. The decoder learns how often its tokens are right.
-        head: a directory or Hub repository with a trained head, which drafts where no text is
-            likely, or a loaded head. By default, one that comes with the model is used, unless the
-            model is given loaded; False uses none.
+        head: a directory or Hub repository with a trained head, or a loaded head. It drafts where
+            text drafts are unlikely to be right. By default, a head that comes with the model is
+            used, unless you pass a loaded model; False uses none.
 
     Options:
         prediction: token ids that the output of a generation is expected to follow.
 
     Raises:
         LoadError, OptionError, MlxspecError: as :class:`Decoder`.
-        LoadError: ``head`` cannot draft for the model. One that comes with the model is left out
-            then, with a warning.
+        LoadError: ``head`` cannot draft for the model. (A head that comes with the model is left
+            out instead, with a warning.)
         OptionError: ``memory`` and ``memory_tokens`` are both given.
         FileError: the store cannot be read, or the store or ``memory`` was made with another
             tokenizer.
@@ -355,7 +353,7 @@ class PromptLookupDecoder(Decoder):
     """Speculates on text that repeats: code edits, summaries, quotations, structured output.
 
     It looks for an earlier occurrence of the context's last n-gram in prompt and output, and drafts
-    what followed; see :class:`mlxspec.PromptLookupDrafter`.
+    the tokens that followed; see :class:`mlxspec.PromptLookupDrafter`.
 
     Options:
         n_draft: the most draft tokens per step, 10 by default; 0 is plain decoding.
@@ -372,22 +370,22 @@ class PromptLookupDecoder(Decoder):
 class LookaheadDecoder(Decoder):
     """Speculates on the model's own guesses of the tokens ahead, so it needs no text to copy.
 
-    Further rows of each step run Jacobi iterations over a window of the next positions. The
-    n-grams that these produce go into a pool, and drafts are taken from the pool (Fu et al., ICML
-    2024, arXiv 2402.02057). A step has up to (N - 1)(W + G) rows, which pays only if rows are
-    cheap. With ``window_size="auto"`` no window runs, and the other options have no effect: drafts
-    are looked up in the context, and the measured cost of rows decides how many to draft, if any.
+    Additional rows of each step run Jacobi iterations over a window of the next positions. The
+    n-grams that they produce go into a pool, from which drafts are taken (Fu et al., ICML 2024,
+    arXiv 2402.02057). A step has up to (N - 1)(W + G) rows, which pays only if rows are cheap. With
+    ``window_size="auto"``, no window runs, and the other options have no effect: drafts are looked
+    up in the context, and the measured cost of rows decides how many tokens to draft, if any.
 
     Options:
         window_size: W in the paper, WINDOW_SIZE in its reference implementation: the columns of the
             window; 0 and "auto", the default, run no window.
         ngram_size: N, the reference's LEVEL: the tokens of an n-gram, 5 by default. The window has
             N - 1 levels.
-        guess_set_size: G, the reference's GUESS_SET_SIZE: the n-grams kept for one token and
-            verified at once; W by default. -1, the reference's "no limit", means 64, since more
-            guesses cost more time than they save.
+        guess_set_size: G, the reference's GUESS_SET_SIZE: the most n-grams that are kept for a
+            token and verified at once; W by default. -1, the reference's "no limit", means 64,
+            since more guesses cost more time than they save.
         pool_from_prompt: the reference's POOL_FROM_PROMPT: whether the pool starts with the
-            prompt's n-grams, as by default.
+            prompt's n-grams; true by default.
     """
 
     drafting = Lookahead()

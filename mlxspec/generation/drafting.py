@@ -1,4 +1,4 @@
-"""What a decoder drafts from, as values that make the drafter of each generation.
+"""The kinds of drafting, as values that make the drafter of each generation.
 
 Importing this module does not import MLX, so the command line can check options without it.
 """
@@ -6,7 +6,6 @@ Importing this module does not import MLX, so the command line can check options
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -31,15 +30,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drafting:
-    """What a decoder drafts from; by default nothing, which is plain decoding.
+    """A kind of drafting; by default none, which is plain decoding.
 
     Attributes:
         maker: returns a generation's drafter.
     """
 
     maker: Callable[[], Drafter] = field(default=NoDraft, kw_only=True)
-    parameters: ClassVar[AbstractSet[str]] = frozenset()
-    """The fields that each generation may set."""
     plans: ClassVar[bool] = False
     """Whether drafts are planned by the cost of steps."""
 
@@ -52,17 +49,19 @@ class Drafting:
         return self.maker()
 
     def apart(self, memory_tokens: int) -> Self:
-        """The same, with an empty memory of ``memory_tokens`` in place of its memory, if any."""
+        """A copy with an empty memory of ``memory_tokens`` tokens instead of its memory, if it has
+        one.
+        """
         return self
 
     def model_to_run(self, model: nn.Module) -> nn.Module:
-        """The model to run in place of a decoder's, whose weights it shares."""
+        """The model to run instead of a decoder's, whose weights it shares."""
         return model
 
 
 @dataclass(frozen=True)
 class PromptLookup(Drafting):
-    """What followed the last n-gram before; see :class:`mlxspec.PromptLookupDecoder`.
+    """Drafts from earlier occurrences of the last n-gram; see :class:`mlxspec.PromptLookupDecoder`.
 
     Raises:
         OptionError: a number is out of range.
@@ -71,13 +70,12 @@ class PromptLookup(Drafting):
     n_draft: int = 10
     ngram_max: int = 3
     ngram_min: int = 1
-    parameters = frozenset({"n_draft", "ngram_max", "ngram_min"})
 
     def __post_init__(self) -> None:
         self.new()
 
     def new(self) -> Drafter:
-        """A drafter; with ``n_draft`` 0 it drafts nothing."""
+        """A drafter; with ``n_draft`` 0, it drafts nothing."""
         if self.n_draft == 0:
             return NoDraft()
         return PromptLookupDrafter(self.n_draft, self.ngram_max, self.ngram_min)
@@ -88,7 +86,7 @@ class PromptLookup(Drafting):
 
 @dataclass(frozen=True)
 class Lookahead(Drafting):
-    """The model's own guesses of the tokens ahead; see :class:`mlxspec.LookaheadDecoder`.
+    """Drafts the model's own guesses of the tokens ahead; see :class:`mlxspec.LookaheadDecoder`.
 
     Raises:
         OptionError: a size is out of range.
@@ -98,7 +96,6 @@ class Lookahead(Drafting):
     ngram_size: int = 5
     guess_set_size: int | None = None
     pool_from_prompt: bool = True
-    parameters = frozenset({"window_size", "ngram_size", "guess_set_size", "pool_from_prompt"})
 
     def __post_init__(self) -> None:
         self.new()
@@ -108,7 +105,7 @@ class Lookahead(Drafting):
         return self.window_size == "auto"
 
     def new(self) -> LookaheadDrafter:
-        """A drafter of these sizes; without a window if the size is "auto"."""
+        """A drafter with these sizes; without a window if the size is "auto"."""
         columns = 0 if self.window_size == "auto" else self.window_size
         return LookaheadDrafter(
             columns, self.ngram_size, self.guess_set_size, self.pool_from_prompt
@@ -118,20 +115,21 @@ class Lookahead(Drafting):
         if not self.plans:
             return self.new()
         # No window pays on a Mac, and look-ups predict better than a pool.
-        look_ups = SuffixSource(decoder.token_classes, decoder.experience)
-        return _planned(decoder, [look_ups], decoder.experience)
+        return Auto(learns=True).make(decoder)
 
 
 @dataclass(frozen=True)
 class Auto(Drafting):
-    """Text that repeats, and whatever else pays; see :class:`mlxspec.AutoDecoder`.
+    """Drafts text that repeats, and whatever else pays; see :class:`mlxspec.AutoDecoder`.
 
     Attributes:
         memory: the memory of earlier outputs, if outputs are remembered.
         store: a store of texts to draft from.
         extra: makes a further drafter for each generation.
         prediction: token ids that the output is expected to follow.
-        head: a trained head for the decoder's model, which drafts where no text is likely.
+        head: a trained head for the decoder's model, which drafts where text drafts are unlikely to
+            be right.
+        learns: whether generations learn from earlier ones even without a memory.
     """
 
     memory: Memory | None = None
@@ -139,7 +137,7 @@ class Auto(Drafting):
     extra: Callable[[], Drafter] | None = None
     prediction: Sequence[int] = ()
     head: Head | None = None
-    parameters = frozenset({"prediction"})
+    learns: bool = False
     plans = True
 
     def model_to_run(self, model: nn.Module) -> nn.Module:
@@ -150,7 +148,7 @@ class Auto(Drafting):
 
     @property
     def draft_model(self) -> nn.Module | None:
-        """The draft model that ``extra`` makes drafters of, if it does."""
+        """The draft model of ``extra``'s drafters, if they use one."""
         from ..engine.draft_model import DraftModelDrafter
 
         extra = self.extra() if self.extra else None
@@ -161,25 +159,36 @@ class Auto(Drafting):
 
     def make(self, decoder: LoadedModel) -> Drafter:
         from ..engine.draft_model import DraftModelDrafter
+        from ..engine.heads import HeadDrafts
+        from ..engine.target import Capability
 
-        # A generation teaches later ones only if its output is remembered.
-        experience = decoder.experience if self.memory else Experience()
         if self.memory:
             self.memory.refresh()
+        experience = decoder.experience if self.memory or self.learns else Experience()
         look_ups = SuffixSource(
             decoder.token_classes,
             experience,
             memory=self.memory,
             store=self.store,
             prediction=self.prediction,
-            remembers=bool(self.memory),
         )
-        branching = trees_pay(decoder.costs.curve)
         extra = self.extra() if self.extra else None
-        if isinstance(extra, DraftModelDrafter):
-            return _planned(decoder, [look_ups], experience, extra, branching=branching)
-        sources = [look_ups, *([extra] if extra else ())]
-        return _planned(decoder, sources, experience, branching=branching)
+        draft_model = extra if isinstance(extra, DraftModelDrafter) else None
+        costs: Costs = decoder.costs.for_generation()
+        if draft_model:
+            # Its forwards add to the steps' times, so these do not show the cost of rows.
+            costs = FixedCosts(costs.curve, costs.sync_overhead)
+        planner = Planner(
+            costs,
+            [look_ups, extra] if extra and not draft_model else [look_ups],
+            branching=trees_pay(costs.curve) and decoder.capability is Capability.TREE,
+            experience=experience,
+        )
+        if draft_model:
+            return CombinedDrafter(planner, draft_model)
+        if trained := getattr(decoder.model, "trained_head", None):
+            planner.head = HeadDrafts(trained, trained.experience)
+        return planner
 
 
 def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Drafter]:
@@ -195,31 +204,3 @@ def drafter_maker(drafter: Drafter | Callable[[], Drafter]) -> Callable[[], Draf
         return drafter
     drafter = checked_drafter(drafter)
     return lambda: drafter
-
-
-def _planned(
-    decoder: LoadedModel,
-    sources: Sequence[Drafter],
-    experience: Experience,
-    draft_model: Drafter | None = None,
-    *,
-    branching: bool = True,
-) -> Drafter:
-    """A planner over ``sources``, combined with a draft model, which drafts without a plan."""
-    from ..engine.heads import HeadDrafts
-    from ..engine.target import Capability
-
-    costs: Costs = FixedCosts(decoder.costs.curve, decoder.costs.sync_overhead)
-    # A draft model's forwards add to the steps' times, which then do not show the cost of rows.
-    if draft_model is None:
-        costs = decoder.costs = decoder.costs.for_generation()
-    planner = Planner(
-        costs,
-        sources,
-        branching=branching and decoder.capability is Capability.TREE,
-        experience=experience,
-    )
-    trained = getattr(decoder.model, "trained_head", None)
-    if trained and draft_model is None:
-        planner.head = HeadDrafts(trained, trained.experience)
-    return CombinedDrafter(planner, draft_model) if draft_model else planner

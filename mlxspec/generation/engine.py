@@ -29,29 +29,29 @@ _LEAST_UNREAD = 16  # a paused request resumes once this few responses are unrea
 class Engine:
     """Runs requests with a decoder's model, in shared forwards if the model allows.
 
-    Each turn runs chunks of prompts for as long as decoding requests may wait, and then a step of
-    every request whose prompt is done. Requests start in the order of their arrival, and prompts
-    take turns, so every request makes progress. If a request's drafter, processor or consumer
-    raises, only that request ends.
+    Each turn runs chunks of prompts for as long as decoding requests may wait, and then one step of
+    every request whose prompt is done. Requests start in order of arrival, and prompts take turns,
+    so every request makes progress. If a request's drafter, processor or consumer raises, only that
+    request ends.
 
     Args:
         decoder: the model and its tokenizer.
-        max_active: the most requests that run at once, paused ones not counted. Others wait.
+        max_active: the most requests that run at once, not counting paused ones. Others wait. With
+            1, each has its own forwards.
         stall: how many seconds decoding requests may wait for others' prompts between two steps.
             The speed of earlier chunks decides the size of the next one, except for prompts whose
-            result depends on their chunks (the decoder's ``chunks_matter``). ``math.inf`` is for
-            batches, in which only the total time counts: prompts run first, and requests wait for
-            others' drafts.
+            result depends on their chunks (see the decoder's ``chunks_matter``). Use ``math.inf``
+            for batches, where only the total time counts: prompts run first, and others' drafts may
+            delay a request.
         max_unread: a request with this many unread responses is paused until :meth:`has_read`
             has counted most of them; None never pauses.
-        alone: whether it runs only one request, with the prompt chunks of that request's options.
         spare: as for :class:`.engine.joint.Joint`.
 
     Raises:
         OptionError: ``max_active`` is below 1.
 
     Attributes:
-        prefill_seconds: the time that prompts have taken so far.
+        prefill_seconds: the time spent on prompts so far.
         stall: as given.
         steps: how many steps have run so far; a shared step counts once.
     """
@@ -63,7 +63,6 @@ class Engine:
         max_active: int = 32,
         stall: float = 0.15,
         max_unread: int | None = None,
-        alone: bool = False,
         spare: int | None = None,
     ) -> None:
         if max_active < 1:
@@ -72,7 +71,6 @@ class Engine:
         self._max_active = max_active
         self.stall = stall
         self._max_unread = max_unread
-        self._alone = alone
         self._spare = spare
         self.prefill_seconds = 0.0
         self.steps = 0
@@ -81,7 +79,7 @@ class Engine:
         self._deadline = math.inf  # when this turn's prompts must stop
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        """Requests that have started; running a chunk of a prompt moves its request to the end."""
+        """Requests that have started; a request whose chunk has run moves to the end."""
 
     def add(self, *requests: Request) -> None:
         """Queue requests; they start when others leave room."""
@@ -93,12 +91,12 @@ class Engine:
         return bool(self._waiting or self._running)
 
     def cancel(self, request: Request, error: Exception | None = None) -> None:
-        """End a request before its next step, unless it has ended already."""
+        """End a request before its next step, unless it has already ended."""
         if not request.done:
             self._end(request, error)
 
     def has_read(self, request: Request, count: int) -> None:
-        """Count ``count`` responses as read; with few left unread, resume a paused request."""
+        """Count ``count`` responses as read; resume a paused request when few are left unread."""
         request.unread -= count
         if request.unread <= _LEAST_UNREAD and request.state is State.PAUSED:
             request.state = State.DECODE
@@ -117,7 +115,7 @@ class Engine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A context for turns; leaving it ends all requests."""
+        """A context in which turns run; leaving it ends all requests."""
         with wired_limit(self._decoder.model, [generation_stream]), closing(self):
             yield
 
@@ -125,7 +123,7 @@ class Engine:
         """Run prompts for a while, then one step of each request whose prompt is done.
 
         Args:
-            hurried: whether somebody waits for the end of the turn, as decoding requests do.
+            hurried: whether something else waits for the end of the turn, as decoding requests do.
 
         Returns:
             whether requests that are not paused have anything left to do.
@@ -136,7 +134,7 @@ class Engine:
         return bool(going_on) or self._next() is not None
 
     def parts_of_turn(self, hurried: bool = False) -> Iterator[None]:
-        """Do what :meth:`turn` does; yield after each response except a request's last."""
+        """Like :meth:`turn`, but yield after each response except a request's last."""
         hold_at_exit()
         while request := self._next():
             self._running.append(request)  # first, so that an interrupt does not lose it
@@ -174,12 +172,12 @@ class Engine:
             self._running.append(request)  # first, so that an interrupt does not lose it
             self._running.remove(request)
             self._run_chunk(request)
-            # Even without decoding requests it stops, so that requests can be cancelled.
+            # Stop even without decoding requests, so that requests can be cancelled.
             if time.perf_counter() >= min(self._deadline, started + self.stall):
                 return
 
     def _note_speed(self, tokens: int, started: float) -> None:
-        """Update the prefill's speed by ``tokens`` that have run since ``started``."""
+        """Update the prefill's speed, given that ``tokens`` have run since ``started``."""
         seconds = time.perf_counter() - started
         self.prefill_seconds += seconds
         if tokens:
@@ -190,12 +188,12 @@ class Engine:
     def _chunk(self) -> int:
         """How many tokens of a prompt to run next."""
         if self._deadline == math.inf:
-            return sys.maxsize if self._alone else _MOST_CHUNK
+            return sys.maxsize  # as many as the request's options allow
         seconds = self._deadline - time.perf_counter()
         return max(_LEAST_CHUNK, int(min(_MOST_CHUNK, self._prefill_speed * seconds)))
 
     def _run_chunk(self, request: Request) -> None:
-        """Run the next chunk of a prompt; after the last one the request decodes."""
+        """Run the next chunk of a prompt; after the last chunk, the request decodes."""
         sequence = request.sequence
         assert sequence is not None
         if request.prefill is None:
@@ -215,7 +213,7 @@ class Engine:
         self._note_speed(max(0, done - before), started)
 
     def _step(self, requests: list[Request]) -> Iterator[None]:
-        """Run one step of requests whose prompts are done, and hand out its responses."""
+        """Run one step of requests whose prompts are done, and pass on its responses."""
         sequences = [request.sequence for request in requests if request.sequence]
         self.steps += 1
         started = time.perf_counter()
@@ -228,12 +226,9 @@ class Engine:
                 self._end(request, outcome)
 
     def _respond(self, request: Request, sequence: Sequence, step: VerifiedStep) -> Iterator[None]:
-        """Hand out the responses of a request's step."""
+        """Pass on the responses of a request's step."""
         try:
-            # Other load slows plain steps too, so their time is estimated from this step's.
-            cost = self._batch.cost(sequence, step)
-            plain_seconds = self._step_seconds * len(step.tokens) / cost if cost else None
-            request.on_step(step, self._step_seconds, plain_seconds)
+            request.on_step(step, self._step_seconds, self._batch.cost(sequence, step))
             for response in request.responses_of(step):
                 if response.finish_reason:
                     self._end(request, last=response)
@@ -247,7 +242,7 @@ class Engine:
             self._end(request, error)
             return
         if self._max_unread and request.unread >= self._max_unread:
-            request.state = State.PAUSED  # left out of steps, and its place is others'
+            request.state = State.PAUSED  # it takes part in no steps, and others may have its place
 
     def _end(
         self,
@@ -255,7 +250,7 @@ class Engine:
         error: Exception | None = None,
         last: GenerationResponse | None = None,
     ) -> None:
-        """Close a request in any state, and only then hand out its last response."""
+        """Close a request in any state, and only then pass on its last response."""
         request.state, request.error = State.DONE, request.error or error
         try:
             with ExitStack() as ending:  # runs every callback, even if one fails
@@ -281,25 +276,21 @@ class Engine:
 
     @cached_property
     def _batch(self) -> Batch:
-        if self._alone:
-            return Batch(self._decoder.model, JointMode.ALONE)
-        costs = self._decoder.costs if self._decoder.plans else None
-        patient = self.stall == math.inf
-        mode = self._decoder.joint_mode
-        return Batch(self._decoder.model, mode, costs, patient, self._spare)
+        mode = JointMode.ALONE if self._max_active == 1 else self._decoder.joint_mode
+        return Batch(self._decoder.model, mode, self.stall == math.inf, self._spare)
 
 
 def responses(request: Request) -> Generator[GenerationResponse, None, None]:
     """Run a request alone.
 
-    Each response is yielded before any work for the next one.
+    Each response is yielded before any work on the next one.
 
     Args:
         request: a request that has not started.
     """
     received: list[GenerationResponse] = []
     request.receive = received.append
-    engine = Engine(request.decoder, stall=math.inf, alone=True)
+    engine = Engine(request.decoder, max_active=1, stall=math.inf)
     engine.add(request)
     try:
         with engine.running():
@@ -309,5 +300,5 @@ def responses(request: Request) -> Generator[GenerationResponse, None, None]:
     finally:
         if request.error:
             raise request.error
-    # Everything is closed by now, so the consumer may begin the session's next turn.
+    # Everything is closed now, so the consumer may begin the session's next turn.
     yield received.pop()

@@ -1,4 +1,4 @@
-"""A loaded model and its properties, such as what drafts it verifies and what its steps cost."""
+"""A loaded model and its properties, such as its capability and the costs of its steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from ..corpus.answers import SWITCH
+from ..drafting.costs import StepTimes
 from ..drafting.drafter import Drafter
 from ..drafting.kept import Experience, experience_path
 from ..engine.caches import smallest_keeping_window
 from ..engine.capability import chain_capability, examine, examine_joint
 from ..engine.costs import KeptCosts, costs_for, model_identity
 from ..engine.joint import JointMode
-from ..engine.step import StepTimes
 from ..engine.target import Capability, evaluate_constants, vocabulary_size
 from ..models.tokenizer import detokenizer_of, vocabulary_classes
 
@@ -27,12 +27,12 @@ _log = logging.getLogger(__name__)
 
 
 class LoadedModel:
-    """A model with its tokenizer, and properties that are found out on first use.
+    """A model with its tokenizer, and properties that are determined on first use.
 
     Args:
         model: an mlx-lm model.
         tokenizer: the model's tokenizer.
-        on_measuring: called with the share done, 0 to 1, while step times are measured for the
+        on_measuring: called with the fraction done, 0 to 1, while step times are measured for the
             first time.
     """
 
@@ -49,33 +49,27 @@ class LoadedModel:
         self.tokenizer = tokenizer
         evaluate_constants(model)
         self.step_times = StepTimes()
-        """Wall time of this decoder's steps by their number of rows."""
+        """The wall times of this decoder's steps, by their number of rows."""
         self.wrap_drafter: Callable[[Drafter], Drafter] | None = None
-        """Wraps the drafter of each generation, to watch it; None wraps nothing."""
-        self._costs: KeptCosts | None = None
+        """Wraps the drafter of each generation, to observe it; None wraps nothing."""
         self._measuring = threading.Lock()
         self._on_measuring = on_measuring
 
-    @property
-    def plans(self) -> bool:
-        """Whether drafts are planned by the cost of steps."""
-        return False
-
     @cached_property
     def capability(self) -> Capability:
-        """What drafts the model can verify, found out with a few forwards."""
+        """Which drafts the model can verify, found out by a few forwards."""
         capability, reason = examine(self.model)
         _log.info("what the model verifies: %s (%s)", capability.value, reason)
         return capability
 
     @cached_property
     def chain_capability(self) -> Capability:
-        """How the model can verify chains, found out with fewer forwards."""
+        """How the model can verify chains, found out by fewer forwards."""
         return chain_capability(self.model)
 
     @cached_property
     def joint_mode(self) -> JointMode:
-        """How several sequences share one forward, found out with small forwards."""
+        """How several sequences share one forward, found out by small forwards."""
         mode, _ = examine_joint(self.model, self.chain_capability)
         _log.info("how several sequences share forwards: %s", mode.value)
         return mode
@@ -83,14 +77,15 @@ class LoadedModel:
     def chunks_matter(self, length: int, caches: Sequence[Any]) -> bool:
         """Whether a prompt's result depends on the chunks that it runs in.
 
-        If so, it always runs in mlx-lm's chunks, and shares no prefix. With most models no prompt's
-        result depends on them.
+        If so, the prompt always runs in mlx-lm's chunks, and shares no prefix. With most models, no
+        prompt's result depends on its chunks.
 
         Args:
-            length: the prompt's positions, including those that the caches hold already.
+            length: the number of the prompt's positions, including those already in the caches.
             caches: mlx-lm's or a target's caches for the prompt.
         """
-        # Such a cache keeps the first positions, but mlx-lm's mask hides them from a chunk's rows.
+        # A cache with such a window keeps the first positions, but mlx-lm's mask hides them from a
+        # chunk's rows.
         bound = smallest_keeping_window(caches)
         if bound is not None and length > bound:
             return True
@@ -110,29 +105,17 @@ class LoadedModel:
         """A detokenizer for one output."""
         return detokenizer_of(self.tokenizer)
 
-    @property
+    @cached_property
     def costs(self) -> KeptCosts:
-        """The cost of steps, read from the cost file, or measured now in a few seconds."""
+        """The costs of steps, read from the cost file or measured now, in a few seconds."""
         with self._measuring:  # threads must not disturb each other's measurements
-            if self._costs is None:
-                self._costs = costs_for(self.model, on_progress=self._on_measuring)
-            return self._costs
-
-    @costs.setter
-    def costs(self, costs: KeptCosts | None) -> None:
-        self._costs = costs
-
-    @property
-    def predicted_cost(self) -> float:
-        """The predicted time of the last generation's steps, in plain steps.
-
-        It is computed from the measured costs of rows, and 0 if these are unknown.
-        """
-        return self._costs.predicted if self._costs else 0.0
+            if "costs" not in vars(self):
+                self.costs = costs_for(self.model, on_progress=self._on_measuring)
+            return self.costs
 
     @cached_property
     def experience(self) -> Experience:
-        """What planned generations have learned."""
+        """The experience of planned generations."""
         if not self.keeps_experience or os.environ.get(SWITCH) == "off":
             return Experience()
         return Experience(experience_path(model_identity(self.model)))

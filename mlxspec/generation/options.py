@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
 
 Prompt = str | Sequence[int] | mx.array | Sequence[Message]
-"""Text or token ids, used as they are, or a conversation's messages, which the model's chat
-template turns into token ids."""
+"""Text or token ids, used unchanged, or a conversation's messages, which the model's chat template
+turns into token ids.
+"""
 
 
 def prompt_ids(
@@ -55,8 +56,8 @@ def prompt_ids(
         chat_template_kwargs: arguments of the chat template besides the messages.
 
     Raises:
-        PromptError: the prompt is of another type, is empty or longer than the context, or holds
-            an unknown id; or the model has no chat template, or it fails with the messages.
+        PromptError: the prompt is of another type, is empty or longer than the context, or has an
+            unknown id; or the model has no chat template, or its template fails with the messages.
         OptionError: ``chat_template_kwargs`` are given without messages, or the template
             fails with them.
     """
@@ -65,7 +66,7 @@ def prompt_ids(
     )
     if chat_template_kwargs is not None and not conversation:
         raise OptionError(
-            "chat_template_kwargs need a prompt of messages: leave them out, or pass messages"
+            "chat_template_kwargs work only with messages: leave them out, or pass messages"
         )
     if conversation:
         messages = cast(Sequence[Message], prompt)
@@ -129,7 +130,10 @@ def stop_token_ids(
 
 
 class DraftingParameters(TypedDict, total=False):
-    """The options of some kinds of decoders; their classes describe them."""
+    """The options of some kinds of decoders, whose classes describe them.
+
+    They are the fields of :class:`.drafting.Drafting`'s subclasses that each generation may set.
+    """
 
     n_draft: int
     ngram_max: int
@@ -144,7 +148,7 @@ class DraftingParameters(TypedDict, total=False):
 class GenerationOptions(DraftingParameters, total=False):
     """The options of every decoder's ``stream``; :meth:`mlxspec.Decoder.decode` describes them.
 
-    In your own functions that pass options on, it tells a type checker what they are::
+    Use it to type your own functions that pass options on::
 
         def ask(question: str, **options: Unpack[GenerationOptions]) -> str: ...
     """
@@ -196,7 +200,7 @@ def check_names(options: Mapping[str, Any]) -> None:
 
 
 def checked_max_tokens(max_tokens: object) -> int:
-    """Return ``max_tokens`` as an int; raises OptionError unless it is a positive whole number."""
+    """Return ``max_tokens`` as an int; raise OptionError unless it is a positive whole number."""
     if not isinstance(max_tokens, SupportsIndex):
         raise OptionError(f"max_tokens is {max_tokens!r}: choose a whole number")
     if operator.index(max_tokens) < 1:
@@ -205,13 +209,13 @@ def checked_max_tokens(max_tokens: object) -> int:
 
 
 def stop_texts(stop: str | Iterable[str]) -> tuple[str, ...]:
-    """The option ``stop`` as a tuple; raises OptionError unless it holds non-empty strings only."""
+    """The option ``stop`` as a tuple; raise OptionError unless it has only non-empty strings."""
     several = isinstance(stop, Iterable) and not isinstance(stop, str)
     texts = tuple(stop) if several else (stop,)
     if not all(isinstance(text, str) for text in texts):
         raise OptionError(f"stop is {stop!r}: pass a string or a list of strings")
     if not all(texts):
-        raise OptionError("stop holds an empty string: leave it out, since it ends every output")
+        raise OptionError("stop has an empty string, which would end every output: leave it out")
     return cast(tuple[str, ...], texts)
 
 
@@ -223,10 +227,10 @@ def sampling_from(options: Mapping[str, Any], vocab_size: int) -> SamplingParams
     """
     given = {name: options[name] for name in _SAMPLING & options.keys()}
     params: SamplingParams | None = options.get("sampling")
-    if given.get("sampler") is greedy_sampler:  # make_sampler returns it at temperature 0
+    if given.get("sampler") is greedy_sampler:  # make_sampler's result at temperature 0
         given["sampler"] = None
     if params is None and given.get("sampler") is not None:
-        # With mlx-lm's sampler, users expect repeated calls to differ.
+        # With a sampler, repeated calls should differ, as with mlx-lm.
         params = SamplingParams(seed=None)
     params = replace(params or SamplingParams(), **given)
     for name in ("logit_bias", "xtc_special_tokens"):
@@ -243,7 +247,7 @@ def _is_token(token: object, vocab_size: int) -> bool:
 
 
 def cache_options_from(options: Mapping[str, Any], model: nn.Module) -> CacheOptions:
-    """The options for the memory of cache and prefill.
+    """The options that limit the memory of cache and prefill.
 
     Raises:
         OptionError: as :class:`mlxspec.engine.params.CacheOptions`, or the model's cache cannot be
@@ -282,7 +286,7 @@ def grammar_of(
     return constraint
 
 
-_AFTER_REASONING = r"[ \n]{1,4}"  # space that templates write there and readers of answers drop
+_AFTER_REASONING = r"[ \n]{1,4}"  # white space from templates, which parsers of answers drop
 
 
 def in_answer(
@@ -296,13 +300,13 @@ def in_answer(
 ) -> Phases:
     """The phases of a chat's answer.
 
-    Reasoning is unconstrained, whether the template or the model opens it. A tool call may replace
+    Reasoning is unconstrained, whether the template or the model begins it. A tool call may replace
     the constrained text.
 
     Args:
         constraint: what the answer's text must match; None allows any text.
         tokenizer: the model's tokenizer.
-        reasons: whether the prompt ends within reasoning.
+        reasons: whether the prompt ends inside reasoning.
         trims_space: whether a space at the answer's beginning comes from the tokenizer and will be
             dropped.
         calls: what the text after ``call_start`` must match; None allows any text.
@@ -348,7 +352,7 @@ def leaves_reasoning_open(text: str, tokenizer: TokenizerWrapper) -> bool:
 
 
 def ends_in_reasoning(tokens: list[int], tokenizer: TokenizerWrapper) -> bool:
-    """Whether a prompt's last tokens open reasoning, as a chat template does."""
+    """Whether a prompt ends inside reasoning that it has begun, as with some chat templates."""
     if not tokenizer.has_thinking:
         return False
     text: str = tokenizer.decode(tokens[-16:])

@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class State(StrEnum):
-    """The stage that a request is in."""
+    """The stage of a request."""
 
     WAITING = "queued"
     PREFILL = "prefill"
@@ -58,18 +58,18 @@ class State(StrEnum):
 class OutputText:
     """Collects tokens as text segments, and finds the end of the output.
 
-    A stop string may begin and end inside tokens. Text that could begin one is held back until
-    that is decided, so no part of a stop string is ever shown.
+    A stop string may begin and end inside tokens. Text that could be the beginning of one is held
+    back until that is decided, so no part of a stop string is ever shown.
 
     Args:
         detokenizer: a new one, ready for the output's first token.
         stop_tokens: token ids that end the output; their own text is not part of it.
-        stop_strings: texts that end the output and are not part of it.
+        stop_strings: strings that end the output and are not part of it.
         max_tokens: the output ends with this many tokens.
 
     Attributes:
         finish_reason: "stop" or "length" once the output has ended.
-        stop_string: the stop string that ended it, if one did.
+        stop_string: the stop string that ended the output, if one did.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class OutputText:
         self._segments: list[str] = []
 
     def add(self, token: int) -> bool:
-        """Append a token; returns whether the output ends with it."""
+        """Append a token; return whether the output ends with it."""
         self._left -= 1
         if token in self._stop_tokens:
             self.finish_reason = "stop"
@@ -121,7 +121,7 @@ class OutputText:
         return text[: len(text) - held]
 
     def _undecided(self, text: str) -> int:
-        """Length of the longest suffix of ``text`` that begins a stop string."""
+        """The length of the longest suffix of ``text`` that begins a stop string."""
         longest = max(map(len, self._stop_strings), default=1) - 1
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[len(text) - length :]) for stop in self._stop_strings):
@@ -150,19 +150,18 @@ class Request:
     Attributes:
         sampling, constraint, stop, stop_tokens, cache_options: the checked options, with
             their defaults. ``stop_tokens`` includes the tokenizer's own.
-        lease: what lends the caches, until :meth:`close`; None for new ones.
+        lease: the session or caches that the request has borrowed, until :meth:`close`; None for
+            new caches.
         takes_drafts: whether the drafter is used at all.
-        report_progress: the option ``on_progress``.
+        report_progress: the value of the option ``on_progress``.
         at_end: called at the end, after the last response, if any.
         state: the request's stage.
         error: the fault that ended the request, if any.
-        finish_reason: the last response's, once it has been made.
+        finish_reason: the last response's finish reason, once it has been made.
         context: the prompt and the tokens of the responses so far.
         stats: figures of the steps so far.
         n_cached: how many of the prompt's tokens were in a cache.
         prefilled: how many of the prompt's tokens have run or were in a cache.
-        plain_seconds: how long the steps with a known cost would have taken without drafts.
-        decode_seconds: how long these steps took.
         unread: how many responses the consumer has not read yet, if an engine counts them.
         output: set by :meth:`start`.
         sequence: the decoding state, set from :meth:`start` to :meth:`close`.
@@ -208,7 +207,6 @@ class Request:
         self.context = list(prompt)
         self.stats = SpeculationStats()
         self.n_cached = self.prefilled = 0
-        self.plain_seconds = self.decode_seconds = 0.0
         self.unread = 0
         self.sequence: steps.Sequence | None = None
         self.prefill: Generator[tuple[int, int], None, None] | None = None
@@ -221,7 +219,7 @@ class Request:
 
     @property
     def generated(self) -> int:
-        """How many tokens have been handed out in responses."""
+        """How many tokens have been passed on in responses."""
         return len(self.context) - len(self.prompt)
 
     def start(self) -> None:
@@ -254,7 +252,7 @@ class Request:
         self._prefill_started = time.perf_counter()
 
     def _new_drafter(self, grammar: Grammar | None) -> Drafter:
-        """Make the drafter, which also drafts the tokens that the grammar forces."""
+        """Make the drafter, which also drafts tokens that the grammar forces."""
         decoder = self.decoder
         drafter: Drafter = NoDraft()
         if self.takes_drafts:
@@ -266,14 +264,14 @@ class Request:
         return decoder.wrap_drafter(drafter) if decoder.wrap_drafter else drafter
 
     def _take_target(self, branching: bool) -> Target:
-        """Take the target, with caches that can verify drafts, branching ones if needed.
+        """Take the target, with caches that can verify drafts, including trees if ``branching``.
 
         Raises:
             OptionError, FileError: the caches cannot be used.
         """
         decoder = self.decoder
         capability = decoder.capability if branching else decoder.chain_capability
-        of_target = decoder.model, capability, decoder.vocab_size, self.cache_options
+        of_target = decoder.model, capability, self.cache_options
         if isinstance(self.lease, Session):
             target = self.lease.take(self.prompt, *of_target)
             self.n_cached = target.length
@@ -281,24 +279,23 @@ class Request:
         return self.lease.take(*of_target) if self.lease else target_for(*of_target)
 
     def on_progress(self, done: int, total: int) -> None:
-        """Note how many tokens of the prompt have run; the last call marks the prefill's end."""
+        """Record how many of the prompt's tokens have run; the last call marks the prefill's
+        end.
+        """
         hold_at_exit()
         self.prefilled = self.n_cached + done
         self._prefill_ended = time.perf_counter()
         if self.report_progress:
             self.report_progress(done, total)
 
-    def on_step(self, step: VerifiedStep, seconds: float, plain_seconds: float | None) -> None:
+    def on_step(self, step: VerifiedStep, seconds: float, cost: float) -> None:
         """Called by an engine after each step, before the step's responses.
 
         Args:
             step: this request's part of the step.
             seconds: the wall time of the whole step.
-            plain_seconds: how long the part's tokens would have taken without drafts, if known.
+            cost: the step's time in steps without drafts; NaN if unknown.
         """
-        if plain_seconds is not None:
-            self.decode_seconds += seconds
-            self.plain_seconds += plain_seconds
         self.decoder.step_times.record(step.rows, step.seconds, step.pipelined)
         stats = self.stats
         self.stats = SpeculationStats(
@@ -307,14 +304,15 @@ class Request:
             drafted=stats.drafted + step.drafted,
             accepted=stats.accepted + len(step.accepted),
             emitted=stats.emitted + len(step.tokens),
+            cost=stats.cost + cost,
         )
 
     def responses_of(self, step: VerifiedStep) -> Iterator[GenerationResponse]:
-        """One response per token of a step, up to the last one of the output."""
+        """One response per token of a step, up to the output's last token."""
         for index, text in enumerate(self.output.take()):
             response = self._response(step, index, text)
             self.finish_reason = response.finish_reason
-            # Last, so that an interrupt counts no token without its response.
+            # Last, so that after an interrupt no token is counted without its response.
             self.context.append(response.token)
             yield response
             if response.finish_reason:
@@ -373,20 +371,22 @@ _other_threads = False
 """Whether a thread other than the main one has generated."""
 
 _ending: tuple[int, float] | None = None
-"""While the process ends: the thread that ends it, and the time until which others are blocked."""
+"""While the process ends: the thread that ends it, and the time until which other threads are
+blocked.
+"""
 
 
 def hold_at_exit() -> None:
     """Block this thread if the process is ending; called before each step and chunk.
 
-    Up to Python 3.13 a finalizing interpreter stops every other thread that asks for its lock. MLX
+    Up to Python 3.13, a finalizing interpreter stops every other thread that requests its lock. MLX
     cannot be stopped like that: the process would be aborted ("terminate called without an active
-    exception"). A blocked thread does not ask for the lock.
+    exception"). A blocked thread does not request the lock.
     """
     global _other_threads
     _other_threads |= threading.current_thread() is not threading.main_thread()
     if _ending and _ending[0] != threading.get_ident():
-        # Not forever: the ending program may join this thread.
+        # Not for ever: the ending program may join this thread.
         threading.Event().wait(max(0.0, _ending[1] - time.monotonic()))
 
 
@@ -398,10 +398,10 @@ def _hold_threads() -> None:
     while _others_generate() and time.monotonic() < _ending[1]:
         time.sleep(0.001)
     if _other_threads:
-        time.sleep(_THREADS_END)  # without the interpreter's lock
+        time.sleep(_THREADS_END)  # releases the interpreter's lock
 
 
-_ROOMS = "mlxspec.compat.", "mlxspec.engine.", "mlxspec.generation."
+_ROOMS = "mlxspec.compat", "mlxspec.engine.", "mlxspec.generation."
 
 
 def _others_generate() -> bool:

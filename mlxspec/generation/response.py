@@ -11,25 +11,27 @@ from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
-from ..engine.step import StepTime
+from ..drafting.costs import StepTime
 from ..errors import OptionError
 
 if TYPE_CHECKING:
-    MlxLmResponse = object  # mlx-lm has no types, and a class of unknown base has any attribute
+    MlxLmResponse = object  # mlx-lm has no types: a class with an unknown base has any attribute
 else:
     from mlx_lm.generate import GenerationResponse as MlxLmResponse
 
 
 @dataclass(frozen=True)
 class SpeculationStats:
-    """What speculation has done so far in a generation.
+    """Figures of speculation in a generation so far.
 
     Attributes:
         steps: target forwards after the prefill.
-        rows: positions that those forwards verified: per step the current token and its draft.
+        rows: positions computed by those forwards: in each step, the current token and its draft.
         drafted: draft tokens proposed.
         accepted: draft tokens accepted and emitted.
-        emitted: tokens emitted, bonus tokens included.
+        emitted: tokens emitted, including bonus tokens.
+        cost: the time of the steps according to the measured costs of rows, in steps without
+            drafts, so that other load on the machine does not count; NaN if a cost is unknown.
     """
 
     steps: int = 0
@@ -37,6 +39,7 @@ class SpeculationStats:
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
+    cost: float = field(default=0.0, compare=False)  # it depends on clocks
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
         """The sums of both."""
@@ -49,8 +52,13 @@ class SpeculationStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """The share of proposed draft tokens that was accepted."""
+        """The share of draft tokens that were accepted."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def gain(self) -> float | None:
+        """The speed of the steps relative to steps without drafts; None if unknown."""
+        return self.emitted / self.cost if self.cost > 0 else None
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,8 @@ class TokenLogprobs:
 
     Attributes:
         logprob: the chosen token's log-probability.
-        top: the likeliest tokens with theirs, best first; impossible tokens are left out.
+        top: the likeliest tokens with their log-probabilities, best first; impossible tokens are
+            left out.
     """
 
     logprob: float
@@ -86,7 +95,7 @@ class GenerationResponse(MlxLmResponse):
         peak_memory: peak memory used so far, in GB.
         finish_reason: "stop" or "length" with the last token, None before.
         stats: figures of the generation so far, including this token's step.
-        reused_tokens: prompt tokens that a session's cache held already.
+        reused_tokens: prompt tokens that were already in a session's cache.
         stop_string: with the last token, the stop string that ended the output, if one did.
     """
 
@@ -111,7 +120,7 @@ class GenerationResponse(MlxLmResponse):
             OptionError: ``count`` is below 0.
         """
         if count < 0:
-            raise OptionError(f"count is {count}: ask for 0 or more tokens")
+            raise OptionError(f"count is {count}: give 0 or more tokens")
         likeliest = mx.argsort(-self.logprobs)[: min(count, self.logprobs.size)]
         values = cast(list[float], self.logprobs[likeliest].tolist())
         top = zip(cast(list[int], likeliest.tolist()), values, strict=True)
@@ -127,8 +136,8 @@ class GenerationResult:
 
     Attributes:
         text: the generated text, without the stop string or stop token that ended it.
-        tokens: the generated token ids, the stop token included.
-        from_draft: per token, whether it was an accepted draft token or the target's own.
+        tokens: the generated token ids, including the stop token.
+        from_draft: for each token, whether it was an accepted draft token or the target's own.
         finish_reason: "stop", "length", or "interrupted".
         prompt_tokens: tokens in the prompt.
         prompt_tps: prompt tokens per second.
@@ -136,9 +145,9 @@ class GenerationResult:
         peak_memory: in GB.
         stats: figures of speculation.
         step_times: T(rows), measured on this decoder's steps so far.
-        logprobs: per token, if requested.
-        reused_tokens: prompt tokens that a session's cache held already.
-        segments: per token, the text that came with it; together they are the text.
+        logprobs: the log-probabilities of each token, if requested.
+        reused_tokens: prompt tokens that were already in a session's cache.
+        segments: for each token, the text that came with it; joined, they are the text.
     """
 
     text: str = ""
@@ -160,8 +169,8 @@ class GenerationResult:
 
         Args:
             response: the generation's next response.
-            likeliest: how many of the likeliest tokens at its position to add to ``logprobs``,
-                unless that is None.
+            likeliest: how many of the likeliest tokens at the response's position to add to
+                ``logprobs``, unless that is None.
         """
         if self.logprobs is not None:
             self.logprobs.append(response.token_logprobs(likeliest))

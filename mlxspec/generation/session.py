@@ -1,4 +1,4 @@
-"""The caches that a request uses: new ones, the caller's, or a session's."""
+"""Sessions, which keep a conversation's KV cache between turns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ from ..engine.target import Capability, Target, target_for
 from ..errors import FileError, OptionError
 
 MARKS = 2
-"""Prefills to which a cache that cannot be cut can be rewound; each takes a copy of its state."""
+"""How many prefills a cache that cannot be cut can be rewound to; each takes a copy of its
+state.
+"""
 
 _TRIMMABLE = {Capability.TREE, Capability.CHAIN}
 
@@ -54,32 +56,32 @@ class Session:
             messages.append({"role": "assistant", "content": answer})
 
     The conversation may also be edited, trimmed or regenerated. Some caches cannot be cut back to
-    the common prefix (state-space models, windows that have moved on). They are rewound to the end
-    of one of the last two prompts, or start afresh. A session also starts afresh with another
-    model or other cache options.
+    the common prefix (state-space models, windows that have moved). They are rewound to the end of
+    one of the last two prompts, or start again from nothing. A session also starts again with
+    another model or other cache options.
 
-    :meth:`save` writes the cache to a file. :meth:`load` continues such a file, or a document
-    that ``mlxspec cache-prompt`` has cached.
+    :meth:`save` writes the cache to a file. :meth:`load` continues from such a file, or from a
+    document cached by ``mlxspec cache-prompt``.
 
     As with mlx-lm, the contents of a quantised cache depend on the conversation's turns: a single
-    prefill would start to quantise at another position. Turns also matter to models for which
-    ``mlxspec inspect`` says that chunks matter. With ``max_kv_size`` they matter because the rows
-    of a later turn see the first positions, which the cache keeps and mlx-lm's mask hides.
+    prefill would start to quantise at another position. Turns also matter for models whose prompts
+    depend on their chunks, as ``mlxspec inspect`` shows. With ``max_kv_size``, they matter because
+    the rows of a later turn see the first positions, which the cache keeps but mlx-lm's mask hides.
 
     Args:
         cache: mlx-lm's caches to begin with, from :func:`mlxspec.load_prompt_cache`; the session
             does not change them.
-        tokens: the tokens that they hold.
+        tokens: the tokens in these caches.
     """
 
     def __init__(self, cache: Sequence[Any] = (), tokens: Sequence[int] = ()) -> None:
         self.mark_at = 0
         """A length to which the cache can be rewound after the next prompt."""
         self._given = copy.deepcopy([*cache])  # MLX copies on write
-        """mlx-lm's caches, until the first generation makes a target of them."""
+        """mlx-lm's caches, until the first generation turns them into a target."""
         self._tokens = list(tokens)
         self._target: Target | None = None
-        self._head: list[mx.array] = []  # what a file keeps of a trained head
+        self._head: list[mx.array] = []  # a trained head's state from a file
         self._lent: tuple[Target, Sequence[int]] | None = None
         """The target and the prompt of the generation that is using the session, if any."""
         self._in_use = threading.Lock()
@@ -89,9 +91,9 @@ class Session:
         """Begin a session with the cache in a file.
 
         Raises:
-            FileError: the file cannot be read, or does not list the cache's tokens, as files
-                of mlx-lm do not. For these, pass the result of :func:`mlxspec.load_prompt_cache` as
-                ``prompt_cache``.
+            FileError: the file cannot be read or, like mlx-lm's files, does not list the cache's
+                tokens. For such a file, pass the result of :func:`mlxspec.load_prompt_cache` as
+                ``prompt_cache`` instead.
         """
         cache, metadata, head = read_prompt_cache(file_name)
         tokens = tokens_in(metadata, cache)
@@ -107,8 +109,9 @@ class Session:
     def reach(self, length: int) -> int:
         """How many of the first ``length`` tokens another session can begin with.
 
-        While the session is in use, only the prompt's tokens that have run count. Then call this
-        only in the generation's thread, between two steps or two chunks of the prompt.
+        While the session is in use, only those of the prompt's tokens that have run count, and this
+        may be called only in the generation's thread, between two steps or two chunks of the
+        prompt.
         """
         if self._lent:
             target, prompt = self._lent
@@ -124,7 +127,7 @@ class Session:
         """A new session that begins with a copy of the first tokens.
 
         Args:
-            length: a result of :meth:`reach`, at least 1. The same limits apply to this call.
+            length: a result of :meth:`reach`, at least 1. The same restrictions apply to this call.
             room: the number of tokens for which the copy allocates memory.
         """
         with mx.stream(generation_stream):
@@ -164,7 +167,7 @@ class Session:
         Raises:
             OptionError: the session holds nothing yet, a generation is using it, or its model is
                 split over several machines.
-            FileError: the file cannot be written; an existing one stays unchanged.
+            FileError: the file cannot be written; an existing file is unchanged.
         """
         self._begin_use()
         try:
@@ -172,7 +175,7 @@ class Session:
             if target is None and not self._given:
                 raise OptionError("session has no cache to save: finish a generation first")
             if target and getattr(target.model, "leader", None):
-                raise OptionError("session holds a part of a split model's cache: it is not saved")
+                raise OptionError("session cannot be saved: its model is split over machines")
             with mx.stream(generation_stream):
                 cache = [as_mlx_lms(layer) for layer in target.cache] if target else self._given
                 head = target.head.kept if target and target.head else self._head
@@ -191,28 +194,23 @@ class Session:
         return self._tokens.copy()
 
     def take(
-        self,
-        prompt: Sequence[int],
-        model: nn.Module,
-        capability: Capability,
-        vocab_size: int,
-        options: CacheOptions,
+        self, prompt: Sequence[int], model: nn.Module, capability: Capability, options: CacheOptions
     ) -> Target:
-        """Lend the caches to a generation, with as much of its prompt as possible.
+        """Lend the caches to a generation, holding as much of its prompt as possible.
 
         Args:
             prompt: the token ids of the whole conversation.
-            model, capability, vocab_size, options: as for :class:`mlxspec.engine.target.Target`.
+            model, capability, options: as for :class:`mlxspec.engine.target.Target`.
 
         Raises:
             OptionError: another generation is using the session, or it begins with a cache from a
-                file, and the model is split over several machines.
-            FileError: the session's initial cache is another model's.
+                file and the model is split over several machines.
+            FileError: the session's initial cache was made by another model.
         """
         self._begin_use()
         try:
             with mx.stream(generation_stream):
-                target = self._target_for(prompt, model, capability, vocab_size, options)
+                target = self._target_for(prompt, model, capability, options)
             target.mark_at, self.mark_at = self.mark_at, 0
             self._lent = target, prompt
         except BaseException:
@@ -222,14 +220,11 @@ class Session:
         return target
 
     def _target_for(
-        self,
-        prompt: Sequence[int],
-        model: nn.Module,
-        capability: Capability,
-        vocab_size: int,
-        options: CacheOptions,
+        self, prompt: Sequence[int], model: nn.Module, capability: Capability, options: CacheOptions
     ) -> Target:
-        """Take the target out; without one, the turn after a failed one starts afresh."""
+        """Take the target out of the session, so that after a failed turn the next starts from
+        nothing.
+        """
         if self._given:
             check_fits(self._given, model, "the session's cache")
         target, self._target = self._target, None
@@ -237,7 +232,7 @@ class Session:
         tokens, self._tokens = self._tokens, []
         if given:
             able = capability_with(given, capability)
-            target = target_for(model, able, vocab_size, options, given, MARKS)
+            target = target_for(model, able, options, given, MARKS)
             target.begin_at(len(tokens))
             if target.head:
                 target.head.resume(self._head, len(tokens))
@@ -248,10 +243,10 @@ class Session:
             with suppress(ValueError):
                 target.rewind(common)
                 return target
-        return target_for(model, capability, vocab_size, options, marks=MARKS)
+        return target_for(model, capability, options, marks=MARKS)
 
     def give_back(self, prompt: Sequence[int], context: Sequence[int]) -> None:
-        """Keep what the consumer of the generation with this prompt has seen, once it has ended."""
+        """Keep the part of an ended generation that its consumer has read."""
         if self._lent is None or self._lent[1] is not prompt:
             return
         (target, _), self._lent = self._lent, None
@@ -266,7 +261,7 @@ class Session:
 def _serves(
     target: Target, model: nn.Module, capability: Capability, options: CacheOptions
 ) -> bool:
-    """Whether a target can be continued with this model and these options."""
+    """Whether a target can continue with this model and these options."""
     if {target.capability, capability} <= _TRIMMABLE:
-        target.capability = capability  # it depends on whether this turn's drafts may branch
+        target.capability = capability  # depends on whether this turn's drafts may branch
     return target.model is model and target.capability is capability and target.options == options

@@ -1,6 +1,6 @@
-"""Chat templates: apply a model's own, or make one for the pieces of a SentencePiece model.
+"""Chat templates: applies a model's own, or makes one for a SentencePiece model's pieces.
 
-A chat template is a program by the model's author. Jinja's sandbox protects the machine from it.
+A chat template is a program by the model's author, from which Jinja's sandbox protects the machine.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Message = Mapping[str, Any]
 """A turn of a conversation."""
 
 Messages = list[dict[str, Any]]
-"""Turns of a conversation for a chat template: "role", "content", and other keys that it uses."""
+"""A conversation for a chat template: turns with "role", "content", and other keys that it uses."""
 
 
 def reserved_arguments() -> set[str]:
     """The names of arguments of :func:`apply_template` and ``apply_chat_template``.
 
-    A template cannot receive variables of these names. One of them replaces the template itself.
+    A template cannot receive variables with these names. One of them replaces the template itself.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -34,7 +34,7 @@ def reserved_arguments() -> set[str]:
 
 
 def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) -> Any:
-    """Return what ``tokenizer.apply_chat_template`` returns.
+    """Call ``tokenizer.apply_chat_template`` and return its result.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -52,19 +52,19 @@ def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) 
 
 
 NOT_A_PROMPT = {*("conversation", "messages", "return_dict", "return_tensors", "tokenize")}
-"""Arguments of :func:`apply_template` with which the result is not a prompt."""
+"""Arguments of :func:`apply_template` that would make the result something other than a prompt."""
 
 
 def conversation_ids(
     tokenizer: TokenizerWrapper, messages: Sequence[Message], how: Mapping[str, Any]
 ) -> list[int]:
-    """The prompt for the model's next turn, or for the rest of a turn that it has begun.
+    """The prompt for the model's next turn, or for the rest of its unfinished turn.
 
     Args:
         tokenizer: the model's tokenizer.
         messages: the conversation. Each has a "role", a "content", and other keys that the template
             uses. A trailing assistant message is continued.
-        how: further arguments of the template: "tools", or its own, such as "enable_thinking".
+        how: further arguments: "tools", or the template's own, such as "enable_thinking".
 
     Raises:
         PromptError: the model has no chat template, an item is not a message, or the template
@@ -102,17 +102,17 @@ def _is_message(message: object) -> bool:
 
 # --- the template of Mistral's instruct models ---
 
-# A space after a piece's name belongs to the piece (SentencePiece puts one before every text), so
-# the spaces at the start of a turn's own text are kept.
+# A space after a piece's name belongs to the piece (SentencePiece puts one before every text). So
+# spaces at the start of a turn's text are kept.
 _TEMPLATE = Path(__file__).with_name("mistral.jinja")
 
 
 def instruct_template(control: Collection[str], user_defined: Collection[str]) -> str | None:
-    """The Jinja template for a model with these pieces, or None if they show no instruct format.
+    """The Jinja template for a model with these pieces; None if they show no instruct format.
 
     ``[INST]`` as a control piece is Mistral's format from version 2 on: ``[INST] text[/INST]``,
-    with the system prompt before the last question or, from version 7 on, in its own pieces. As a
-    user-defined piece it is plain text of the form ``[INST] text [/INST]``.
+    with the system prompt before the last question or, from version 7 on, between its own pieces.
+    As a user-defined piece, it is plain text of the form ``[INST] text [/INST]``.
     """
     if {"[INST]", "[/INST]"}.issubset(control):
         close = "[/INST]"

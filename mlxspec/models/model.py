@@ -1,6 +1,6 @@
 """Loads a model and its tokenizer from a directory, the Hub, or this package.
 
-mlx-lm and transformers take a second to import, so they are imported only to load a model.
+mlx-lm and transformers take a second to import, so they are only imported to load a model.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mlx.utils import tree_flatten
 
 from ..errors import LoadError
 from ..process import open_standard_streams
+from ..terminal import one_line
 from .heads import NO_MODEL, named_kind
 from .model_files import (
     check_weights,
     check_weights_file,
     find_directory,
     local_path,
-    one_line,
     read_config,
     read_json_object,
 )
@@ -44,8 +44,8 @@ def load(
 ) -> tuple[Any, ...]:
     """Load a model with mlx-lm's classes, and its tokenizer; the arguments are as in mlx-lm.
 
-    No code of a model's repository is ever run. On the CPU back end, which emulates half
-    precision, half-precision weights become float32.
+    Code from a model's repository is never run. On the CPU back end, which emulates half precision,
+    half-precision weights become float32.
 
     Args:
         path_or_hf_repo: ``"demo"`` for the bundled model (``"./demo"`` is a directory of that
@@ -54,22 +54,22 @@ def load(
             address of its page.
         tokenizer_config: settings of the tokenizer that override its own.
         model_config: settings of the model that override those in ``config.json``.
-        adapter_path: a directory of LoRA adapters that mlx-lm has trained.
+        adapter_path: a directory of LoRA adapters trained by mlx-lm.
         lazy: leave the weights on disk until they are used.
         return_config: also return the model's settings.
         revision: branch, tag or commit of the repository.
         trust_remote_code: accepted for compatibility with mlx-lm, here and in ``tokenizer_config``.
-            A model that needs such code is refused anyway.
+            A model that needs such code is still refused.
 
     Returns:
         The model, mlx-lm's tokenizer wrapper, and the settings if ``return_config``. With this
-        tokenizer, decoders keep every space of an output. mlx-lm's functions, and those that
-        replace them, drop the first space.
+        tokenizer, decoders keep all spaces of an output. mlx-lm's functions, and those that replace
+        them, drop the first one.
 
     Raises:
-        LoadError: a file is missing, damaged or not supported; the message names the remedy.
+        LoadError: a file is missing, damaged or not supported; the message says how to fix it.
     """
-    open_standard_streams()  # also in programs that have closed them
+    open_standard_streams()  # for programs that have closed them
     started = time.perf_counter()
     adapters = None if adapter_path is None else find_adapters(adapter_path)
     directory = find_directory(path_or_hf_repo, revision)
@@ -91,12 +91,12 @@ def load(
 def load_lazily(
     directory: Path, config: dict[str, Any], changes: dict[str, Any] | None = None
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Load a model without evaluating its weights; returns it with its settings.
+    """Load a model without evaluating its weights; return it with its settings.
 
     Args:
         directory: the model's directory.
         config: the settings, from :func:`read_config`.
-        changes: settings that override these.
+        changes: settings that override them.
 
     Raises:
         LoadError: a file is missing, damaged or not supported.
@@ -107,23 +107,23 @@ def load_lazily(
     try:
         model, config = load_model(directory, lazy=True, model_config=changes or {})
         _try(model)
-    except SystemExit as error:  # from mlx-lm's OLMo 1, which prints the package's name
+    except SystemExit as error:  # mlx-lm's OLMo 1 exits, and prints the package's name
         raise LoadError(f"{directory}: the model needs a package that is not installed") from error
-    except Exception as error:  # whatever a wrong configuration or file makes mlx-lm raise
+    except Exception as error:  # a wrong configuration or file makes mlx-lm raise anything
         problem = NO_MODEL if named_kind(config) else reason(error)
         raise LoadError(f"{directory}: {problem}") from error
     return model, config
 
 
 def _try(model: nn.Module) -> None:
-    """Build a small forward, without evaluating it, to find settings of a wrong type."""
+    """Build a small forward, without evaluating it, to detect settings of a wrong type."""
     from mlx_lm.models.cache import make_prompt_cache
 
     model(mx.array([[0]]), cache=make_prompt_cache(model))
 
 
 def reason(error: Exception) -> str:
-    """Why mlx-lm's or a head's class does not load a model, in one line."""
+    """One line on why mlx-lm's class or a head's class cannot load a model."""
     text = one_line(error)
     if re.search(r"[Mm]odel type .* not supported", text):
         return f"{text.rstrip('.')} by this version of mlx-lm; update it"
@@ -133,11 +133,11 @@ def reason(error: Exception) -> str:
     )
 
 
-_ADAPTERS = "name a directory that mlx_lm.lora has written for this model"
+_ADAPTERS = "name a directory that mlx_lm.lora wrote for this model"
 
 
 def find_adapters(path: str | Path) -> Path:
-    """The directory of adapters, after all checks that need no model."""
+    """Check a directory of adapters as far as possible without a model, and return it."""
     directory = local_path(path)
     try:
         read_json_object(directory / "adapter_config.json")
@@ -148,12 +148,12 @@ def find_adapters(path: str | Path) -> Path:
 
 
 def _with_adapters(model: nn.Module, directory: Path) -> nn.Module:
-    """The model with LoRA or DoRA adapters, or with all of its weights replaced."""
+    """Apply LoRA or DoRA adapters to a model, or replace all of its weights."""
     from mlx_lm.utils import load_adapters
 
     try:
         model = load_adapters(model, str(directory))
-    except Exception as error:  # whatever a wrong file makes mlx-lm raise
+    except Exception as error:  # a wrong file makes mlx-lm raise anything
         reason = one_line(error).rstrip(".")
         raise LoadError(
             f"{directory}: the adapters do not fit the model ({reason}); {_ADAPTERS}"
@@ -163,7 +163,7 @@ def _with_adapters(model: nn.Module, directory: Path) -> nn.Module:
 
 
 def widen(model: nn.Module) -> None:
-    """Turn half precision into float32 on the CPU back end, which emulates half precision."""
+    """Convert half precision to float32 on the CPU back end, which only emulates half precision."""
     if mx.default_device().type == mx.cpu:
         half = (mx.float16, mx.bfloat16)
         model.apply(lambda p: p.astype(mx.float32) if p.dtype in half else p)
@@ -173,12 +173,12 @@ OnRead = Callable[[int], object]
 
 
 def evaluate(model: nn.Module, source: str | Path, on_read: OnRead = lambda nbytes: None) -> None:
-    """Read the weights one after another, so that memory never holds them all twice.
+    """Read the weights one by one, so that memory never holds all of them twice.
 
     Args:
         model: the model, loaded lazily.
-        source: its files, as errors name them.
-        on_read: called with the number of bytes of each array, once it is read.
+        source: the name of its files in errors.
+        on_read: called with the number of bytes of each array after it is read.
 
     Raises:
         LoadError: the weights cannot be read.
@@ -194,7 +194,7 @@ def evaluate(model: nn.Module, source: str | Path, on_read: OnRead = lambda nbyt
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
     """The ids of a prompt, with BOS unless ``text`` starts with its name, as in mlx-lm.
 
-    An empty text gives BOS alone, or nothing if the tokenizer has no BOS.
+    An empty text gives only BOS, or nothing if the tokenizer has no BOS.
     """
     bos = tokenizer.bos_token
     has_bos = bos is not None and text.startswith(bos)

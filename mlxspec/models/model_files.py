@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import LoadError
+from ..terminal import one_line
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _TOKENIZER_AND_SETTINGS = ["*.json", "*.jsonl", "*.jinja", "*.txt", "tokenizer.model"]
 WEIGHTS = "model*.safetensors"
 BESIDE = ("mtp.safetensors", "mtp/*.safetensors", "assistant/*.safetensors", "head/*.safetensors")
-"""Where a model's trained head may stand, if it is not among the model's own weights."""
+"""Where a model's trained head may be, if it is not among the model's weights."""
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_URL = re.compile(
@@ -64,6 +65,12 @@ def local_path(name: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(name))
 
 
+def absolute_name(name: str) -> str:
+    """A model's name, valid from every directory: an existing path becomes absolute."""
+    path = local_path(name)
+    return os.path.abspath(path) if name != DEMO and path.exists() else name
+
+
 def given_name(name: str | os.PathLike[str]) -> str:
     """A model's name for reports: the repository, or a directory's name without its path."""
     path = local_path(name)
@@ -76,13 +83,15 @@ def is_repository_name(name: str) -> bool:
 
 
 def hub_repository(name: str) -> tuple[str, str | None]:
-    """The repository and revision in the address of a Hub page; otherwise ``name`` itself."""
+    """The repository and revision in the address of a Hub page; for other names, ``name``
+    itself.
+    """
     url = _HUB_URL.fullmatch(name)
     return (url["repository"], url["revision"]) if url else (name, None)
 
 
 def download(repository: str, revision: str | None, *, weights: Collection[str]) -> Path:
-    """Download a repository's missing model files, with a progress bar; returns the local copy.
+    """Download a repository's missing model files, with a progress bar; return the local copy.
 
     Args:
         repository: ``owner/name``.
@@ -91,8 +100,8 @@ def download(repository: str, revision: str | None, *, weights: Collection[str])
             tokenizer are downloaded.
 
     Raises:
-        LoadError: the repository or revision does not exist, has no weights for MLX, or requires a
-            licence or a login; or the network or the disk fails.
+        LoadError: the repository or revision does not exist, has no weights for MLX, or requires an
+            accepted licence or a login; or the network or the disk fails.
     """
     from huggingface_hub import snapshot_download
 
@@ -102,7 +111,7 @@ def download(repository: str, revision: str | None, *, weights: Collection[str])
     except Exception as error:  # the HTTP library differs between versions of huggingface-hub
         reason = one_line(error) or type(error).__name__
         problem = _DOWNLOAD_PROBLEMS.get(
-            type(error).__name__, f"the download failed ({reason}); run it again to continue it"
+            type(error).__name__, f"the download failed ({reason}); run it again to resume it"
         )
         raise LoadError(f"{repository}: {problem}") from error
     if weights and not any(file for pattern in weights for file in found.glob(pattern)):
@@ -126,7 +135,7 @@ _USE_MLX = (
 )
 
 NO_MODEL_NAME = f"no such directory, and not the name of a Hub repository (owner/name); {_USE_MLX}"
-"""What is wrong with a name, such as a GGUF file's or Ollama's, and what to use instead."""
+"""The error for a wrong name, such as a GGUF file's or Ollama's, with the remedy."""
 
 
 # --- check the files ---
@@ -153,7 +162,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """``config.json``, with the EOS ids of ``generation_config.json`` if it has any.
 
     Raises:
-        LoadError: a file is missing or damaged, or the model needs Python code of its repository.
+        LoadError: a file is missing or damaged, or the model needs Python code from its repository.
     """
     if not (directory / "config.json").is_file():
         raise LoadError(f"{directory}: no config.json; {_USE_MLX}")
@@ -161,7 +170,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     if config.get("model_file") is not None:
         raise LoadError(
             f"{directory}: the model needs Python code from its repository "
-            f"({config['model_file']}), which is never run here; if you trust it, load it with "
+            f"({config['model_file']}), which mlxspec never runs; if you trust it, load it with "
             "mlx_lm.load and pass the result to mlxspec"
         )
     generation = directory / "generation_config.json"
@@ -189,7 +198,7 @@ def check_weights(directory: Path) -> list[mx.array]:
 
 
 def read_weight_map(directory: Path) -> dict[str, str]:
-    """The file of each tensor by the index of a model's weights; empty if there is no index.
+    """The file of each tensor, from the index of a model's weights; empty if there is no index.
 
     Raises:
         LoadError: the index is damaged.
@@ -202,19 +211,14 @@ def read_weight_map(directory: Path) -> dict[str, str]:
 
 
 def check_weights_file(path: Path) -> dict[str, mx.array]:
-    """As :func:`check_weights`, for one safetensors file; returns the tensors by name."""
+    """Like :func:`check_weights`, for one safetensors file; returns the tensors by name."""
     import mlx.core as mx
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, "np"):  # checks the header and the length, as MLX does not
+        with safe_open(path, "np"):  # unlike MLX, checks the header and the length
             return cast("dict[str, mx.array]", mx.load(str(path)))
     except OSError as error:
         raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
         raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
-
-
-def one_line(error: Exception) -> str:
-    """A library's error message, shortened to one line for use in ours."""
-    return " ".join(str(error).split())[:200]

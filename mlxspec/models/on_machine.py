@@ -1,7 +1,4 @@
-"""Models on this machine: what they are, and whether they can run as they are.
-
-This module examines files and loads no model.
-"""
+"""Finds models on this machine, and whether they can run as they are, without loading them."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ class ModelFiles:
     Attributes:
         nbytes: the size of all files.
         trouble: why the model cannot run as it is, and the remedy; "" if it can.
-        architecture: the ``model_type`` of ``config.json``.
+        architecture: the ``model_type`` in ``config.json``.
         weights: the type of the weights, such as "4 bits" or "bfloat16".
-        memory_bytes: what the weights take in memory, with those of a trained head beside them. On
-            the CPU half precision becomes float32.
+        memory_bytes: the memory for the weights, including those of a trained head. On the CPU,
+            half precision becomes float32.
     """
 
     nbytes: int
@@ -41,7 +38,7 @@ class ModelFiles:
 def cached_repositories() -> Iterator[tuple[str, Path]]:
     """The name and the directory of each model in the Hugging Face Hub's cache.
 
-    If several revisions are cached, the directory is that of the one that the name alone loads.
+    If several revisions are cached, the directory is that of the revision that the name loads.
     """
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
@@ -57,9 +54,10 @@ def cached_repositories() -> Iterator[tuple[str, Path]]:
 
 
 def models_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The name and the directory of each model in a folder: MODEL, or PUBLISHER/MODEL.
+    """The name and the directory of each model in a folder.
 
-    The folder may also be a model's own.
+    A name is the path within the folder: MODEL or PUBLISHER/MODEL. The folder itself may also be a
+    model.
     """
     if (folder / "config.json").is_file():
         yield folder.resolve().name, folder
@@ -67,7 +65,7 @@ def models_in(folder: Path) -> Iterator[tuple[str, Path]]:
     for pattern in ("*/config.json", "*/*/config.json"):
         for config in sorted(folder.glob(pattern)):
             directory = config.parent
-            if not (directory.parent / "config.json").is_file():  # else it is part of a model
+            if not (directory.parent / "config.json").is_file():  # otherwise it is part of a model
                 yield directory.relative_to(folder).as_posix(), directory
 
 
@@ -108,7 +106,7 @@ def model_files(directory: Path) -> ModelFiles:
 
 
 def _is_known(architecture: str) -> bool:
-    """Whether mlx-lm has an architecture, under this name or another."""
+    """Whether mlx-lm supports an architecture, under this name or an alias."""
     import mlx_lm.models  # takes a second
     from mlx_lm.utils import MODEL_REMAPPING
 

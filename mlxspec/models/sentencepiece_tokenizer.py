@@ -1,9 +1,9 @@
 """A tokenizer with exactly the ids of a SentencePiece ``tokenizer.model``.
 
 A tokenizer of the library ``tokenizers`` is built from the BPE model's pieces. It must agree with
-SentencePiece on texts that would show any difference; otherwise the model is refused. One
-difference is intended: the name of a control piece (``<s>``, Mistral's ``[INST]``) in a text means
-the piece, as in Mistral's own tokenizer. Plain SentencePiece splits the name.
+SentencePiece on texts that reveal differences; otherwise the model is refused. One difference is
+intended: the name of a control piece (``<s>``, Mistral's ``[INST]``) in a text means the piece, as
+in Mistral's own tokenizer. Plain SentencePiece splits the name.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _NORMAL, _, _CONTROL, _USER_DEFINED = range(1, 5)
 def build_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     """Build the tokenizer with SentencePiece's ids for the BPE model in ``path``.
 
-    As a special token it adds BOS, never EOS.
+    The only special token that it adds to texts is BOS, never EOS.
 
     Returns:
         the tokenizer, and its ``tokenizer_config.json``. It names BOS and EOS, and has a chat
-        template if the pieces show an instruct format. It leaves out the unknown piece:
-        transformers, unlike SentencePiece, would take its name in a text for the piece.
+        template if the pieces show an instruct format. It leaves out the unknown piece: unlike
+        SentencePiece, transformers would turn the piece's name in a text into the piece.
 
     Raises:
         LoadError: the file is not a SentencePiece model, or its ids cannot be reproduced exactly.
@@ -51,7 +51,7 @@ def build_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
             unk_token=reference.id_to_piece(reference.unk_id()),
             fuse_unk=True,
             byte_fallback=model.trainer_spec.byte_fallback,
-            # A user-defined piece is cut out of the text and then found whole.
+            # User-defined pieces are cut out of the text, and must then be found whole.
             ignore_merges=bool(user_defined),
         )
     )
@@ -61,7 +61,7 @@ def build_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
     if model.normalizer_spec.add_dummy_prefix:
         decoding.append(decoders.Strip(" ", 1, 0))
     tokenizer.decoder = decoders.Sequence(decoding)
-    # normalized=True: the normalizer sees the whole text, and so finds its start.
+    # normalized=True, so that the normalizer sees the whole text, and finds its start.
     tokenizer.add_special_tokens([AddedToken(c, special=True, normalized=True) for c in control])
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -91,8 +91,8 @@ def build_tokenizer(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
 def _merges(model: Any) -> list[tuple[str, str]]:
     """Every split of every piece into two pieces, in SentencePiece's order.
 
-    Among pieces of equal score (Llama's runs of spaces), longer pieces come first, and so do splits
-    with a longer left part. SentencePiece joins the leftmost pair there, so a run grows from its
+    Among pieces with equal scores (Llama's runs of spaces), longer pieces come first, as do splits
+    with a longer left part: there SentencePiece joins the leftmost pair, so a run grows from its
     left end.
     """
     scores = {p.piece: p.score for p in model.pieces if p.type == _NORMAL}
@@ -106,7 +106,7 @@ def _merges(model: Any) -> list[tuple[str, str]]:
 
 
 def _normalizer(spec: Any) -> normalizers.Normalizer:
-    """The normalizer of the whole text, control pieces included."""
+    """The normalizer of the whole text, including control pieces."""
     steps = []
     if spec.remove_extra_whitespaces:
         steps.append(normalizers.Replace(Regex(r"\A +"), ""))
@@ -124,7 +124,7 @@ def _pre_tokenizer(model: Any) -> pre_tokenizers.PreTokenizer | None:
     steps: list[pre_tokenizers.PreTokenizer] = []
     if model.normalizer_spec.add_dummy_prefix:
         steps.append(pre_tokenizers.Metaspace(_SPACE, prepend_scheme="always", split=False))
-        # A lone space after a control piece is the prefix of an empty text, and not a piece.
+        # A single space after a control piece is the prefix of an empty text, not a piece.
         steps.append(pre_tokenizers.Split(Regex(rf"\A{_SPACE}\z"), behavior="removed"))
     if model.normalizer_spec.remove_extra_whitespaces:
         steps.append(pre_tokenizers.Split(Regex(rf"{_SPACE}+\z"), behavior="removed"))
@@ -140,14 +140,14 @@ def _pre_tokenizer(model: Any) -> pre_tokenizers.PreTokenizer | None:
 
 
 def _read_model(path: Path) -> tuple[Any, Any]:
-    """The ``ModelProto`` in ``path``, and a SentencePiece processor with it."""
+    """The ``ModelProto`` in ``path``, and a SentencePiece processor for it."""
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
     content = path.read_bytes()
     try:
         reference = SentencePieceProcessor(model_proto=content)
         model = sentencepiece_model_pb2.ModelProto.FromString(content)
-        "".join(piece.piece for piece in model.pieces)  # SentencePiece accepts other than UTF-8
+        "".join(piece.piece for piece in model.pieces)  # fails if any is not UTF-8
     except Exception as error:  # from SentencePiece, protobuf, or protobuf's implementation
         raise LoadError(
             f"{path}: damaged, or not a SentencePiece model but tiktoken's; {_REMEDY}"
@@ -159,7 +159,7 @@ def _read_model(path: Path) -> tuple[Any, Any]:
 
 
 def _piece_names(model: Any, *kinds: int) -> list[str]:
-    """The names of all pieces of one or more kinds, by ascending id."""
+    """The names of all pieces of these kinds, by ascending id."""
     return [piece.piece for piece in model.pieces if piece.type in kinds]
 
 

@@ -1,13 +1,13 @@
 """Loads a model's tokenizer, from Hugging Face's files or from SentencePiece's model alone.
 
 A detokenizer turns token ids into pieces of text as they arrive. A loaded tokenizer has the one in
-this file besides mlx-lm's own, which mlx-lm's functions use, and those that replace them. Ours
-holds a character back until all of its tokens have come, and drops no space.
+this file, and mlx-lm's own for mlx-lm's functions and those that replace them. Ours holds a
+character back until all of its tokens have come, and drops no space.
 
 An output always follows a prompt, if only a BOS token. So it keeps the space that a SentencePiece
 decoder strips from the start of a text. The text of a special token is its name. An id beyond the
 vocabulary, which a padded output layer can produce, has no text. Tokenizers that are neither
-byte-level nor of SentencePiece's kind have mlx-lm's detokenizer.
+byte-level nor of SentencePiece's kind use mlx-lm's detokenizer.
 """
 
 from __future__ import annotations
@@ -38,16 +38,12 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..drafting.acceptance import token_classes
 from ..errors import LoadError
-from .model_files import (
-    find_directory,
-    local_path,
-    one_line,
-    read_json_object,
-)
+from ..terminal import one_line
+from .model_files import find_directory, local_path, read_json_object
 from .sentencepiece_tokenizer import build_tokenizer
 
 HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
-"""Files from which transformers builds a tokenizer without further code."""
+"""Files from which transformers can build a tokenizer without a repository's code."""
 _KEPT_SETTINGS = {"bos_token", "eos_token", "pad_token", "chat_template"}
 
 
@@ -55,9 +51,8 @@ def load_tokenizer_of(source: str | Path) -> Any:
     """Load a model's tokenizer without the model.
 
     Args:
-        source: a model as for :func:`mlxspec.load`, of which only the tokenizer is downloaded, a
-            directory with a tokenizer's files, or the ``tokenizer.json`` or ``tokenizer.model`` in
-            it.
+        source: a model as for :func:`mlxspec.load` (only its tokenizer is downloaded), a directory
+            with a tokenizer's files, or a ``tokenizer.json`` or ``tokenizer.model``.
 
     Returns:
         mlx-lm's tokenizer wrapper, as :func:`mlxspec.load` returns it.
@@ -79,12 +74,12 @@ def load_tokenizer(
 ) -> Any:
     """Load a tokenizer in mlx-lm's ``TokenizerWrapper``, with our streaming detokenizer.
 
-    A ``tokenizer.model`` alone gives SentencePiece's ids, which transformers does not.
+    A ``tokenizer.model`` alone gives exactly SentencePiece's ids, unlike in transformers.
 
     Args:
         directory: the directory of the tokenizer's files.
         eos_token_ids: the EOS ids of the model's configuration, in addition to the tokenizer's own.
-        settings: override those of ``tokenizer_config.json``.
+        settings: settings that override those in ``tokenizer_config.json``.
 
     Raises:
         LoadError: the tokenizer is missing, of an unsupported kind, or needs its repository's code.
@@ -98,7 +93,7 @@ def load_tokenizer(
         wrapper._tokenizer.name_or_path = str(directory)
     except LoadError:
         raise
-    except Exception as error:  # whatever wrong settings make the libraries raise
+    except Exception as error:  # wrong settings make the libraries raise anything
         reason = one_line(error) or type(error).__name__
         if "trust_remote_code" in str(error):
             reason = "it needs Python code from its repository, which is never run"
@@ -135,8 +130,8 @@ def write_tokenizer(source: Path, target: Path) -> None:
     paths = sorted(path for path in source.glob("tokenizer.model*") if path.is_file())
     if not paths:
         raise LoadError(
-            f"{source}: no tokenizer.json and no SentencePiece tokenizer.model, and Tekken's and "
-            "tiktoken's files are not read; use a version of the model that has a tokenizer.json"
+            f"{source}: no tokenizer.json or SentencePiece tokenizer.model, and Tekken's and "
+            "tiktoken's files are not supported; use a version of the model with a tokenizer.json"
         )
     tokenizer, settings = build_tokenizer(paths[0])
     own_settings = source / "tokenizer_config.json"
@@ -145,10 +140,13 @@ def write_tokenizer(source: Path, target: Path) -> None:
     added = own.get("added_tokens_decoder") or {}
     for index in sorted(map(int, added)):
         token = added[str(index)]
-        if index >= tokenizer.get_vocab_size():  # others are the model's own pieces
+        if index >= tokenizer.get_vocab_size():  # smaller ids are the model's own pieces
             tokenizer.add_tokens([AddedToken(token["content"], special=bool(token.get("special")))])
         if tokenizer.token_to_id(token["content"]) != index:
-            raise LoadError(f"{own_settings}: the id {index} of an added token is not the next one")
+            raise LoadError(
+                f"{own_settings}: the id {index} of an added token does not follow the other ids; "
+                "use a version of the model with a tokenizer.json"
+            )
     tokenizer.save(str(target / "tokenizer.json"))
     text = json.dumps(settings, indent=2, ensure_ascii=False)
     (target / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
@@ -172,7 +170,7 @@ class ByteDetokenizer(StreamingDetokenizer):
     Bytes that are not UTF-8 become U+FFFD, as in ``bytes.decode("utf-8", "replace")``.
 
     Args:
-        bytes_of: the bytes of a single token; none for an id beyond the vocabulary.
+        bytes_of: returns the bytes of a single token; empty for an id beyond the vocabulary.
         prefix_space: whether the tokenizer puts a space before every text. Then an output that is
             a separate text, such as an answer in a chat, starts with a spurious space.
     """
@@ -186,27 +184,27 @@ class ByteDetokenizer(StreamingDetokenizer):
         """Forget all tokens and their text."""
         self.tokens: list[int] = []
         self.text = ""
-        self.offset = 0  # of the text that was read
+        self.offset = 0  # of the text already read
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add_token(self, token: int) -> None:
-        """Take the next token; its text may wait for the tokens after it."""
+        """Add the next token; its text may wait for later tokens."""
         self.tokens.append(token)
         self.text += self._decoder.decode(self.token_bytes(token))
 
     def finalize(self) -> None:
-        """Release the text held back, with U+FFFD for an incomplete character."""
+        """Release the held-back text, with U+FFFD for an incomplete character."""
         self.text += self._decoder.decode(b"", final=True)
 
 
-# --- which one a tokenizer gets ---
+# --- choosing a tokenizer's detokenizer ---
 
 _BYTES = {sign: byte for byte, sign in bytes_to_unicode().items()}  # GPT-2's alphabet
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def detokenizer_of(wrapper: TokenizerWrapper) -> Any:
-    """A detokenizer for a new text: ours, or mlx-lm's if mlx-lm has loaded the tokenizer."""
+    """A detokenizer for a new text: ours, or mlx-lm's if mlx-lm loaded the tokenizer."""
     own = getattr(wrapper, "_mlxspec_detokenizer", None)
     if own is None:
         return wrapper.detokenizer
@@ -216,12 +214,13 @@ def detokenizer_of(wrapper: TokenizerWrapper) -> Any:
 
 
 def token_bytes(wrapper: TokenizerWrapper, token: int) -> bytes:
-    """The bytes of a single token, with a leading space and incomplete characters.
+    """The bytes of a single token, including leading spaces and incomplete characters, which
+    decoding the token alone may drop.
 
-    Decoding a single token may drop both.
+
     """
     own = getattr(wrapper, "_mlxspec_detokenizer", None) or getattr(wrapper, "_mlxspec_bytes", None)
-    if own is None:  # mlx-lm has loaded it, and its detokenizer makes the output's text
+    if own is None:  # mlx-lm loaded it, so its detokenizer makes the output's text
         own = wrapper._mlxspec_bytes = streaming_detokenizer(wrapper._tokenizer)
     if isinstance(own, ByteDetokenizer):
         return own.token_bytes(token)
@@ -229,7 +228,7 @@ def token_bytes(wrapper: TokenizerWrapper, token: int) -> bytes:
 
 
 def streaming_detokenizer(tokenizer: PreTrainedTokenizerBase) -> StreamingDetokenizer:
-    """The detokenizer for a transformers tokenizer, chosen by the kind of its decoder."""
+    """The detokenizer for a transformers tokenizer, chosen by its kind of decoder."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or backend.decoder is None:
         return NaiveStreamingDetokenizer(tokenizer)

@@ -1,4 +1,4 @@
-"""Turns a model's text into an answer in any API's form, sent whole or in chunks.
+"""Turns a model's text into an answer in the form of any API, sent whole or in chunks.
 
 mlx-lm knows each model family's markers (``TextStateMachine``) and how to parse its tool calls
 (``tool_parsers``). Only :class:`OutputParser` uses them. A :class:`Choice` collects the parsed
@@ -37,8 +37,8 @@ class OutputFormat:
     Attributes:
         tokenizer: the model's tokenizer, which knows the markers.
         tools: the tools offered to the model. Without any, calls are plain text.
-        initial: the state in which the output begins: "normal", "reasoning", "tool", or a state
-            of the model's own.
+        initial: the state in which the output begins: "normal", "reasoning", "tool", or one
+            specific to the model.
         several_calls: whether an answer may have more than one call.
         trims_space: whether the output begins with a space that the tokenizer added.
     """
@@ -56,7 +56,7 @@ _HEADERS = {
     ),
     "mistral": re.compile(r"\s*(?:\[TOOL_CALLS\]\s*)?([\w-]+)\s*\[ARGS\]\s*(?=\{)"),
 }
-"""By the name of mlx-lm's parser: the formats whose arguments are streamed."""
+"""The call formats whose arguments are streamed, by the name of mlx-lm's parser."""
 
 
 def parser_name(tokenizer: TokenizerWrapper) -> str:
@@ -69,12 +69,12 @@ def parser_name(tokenizer: TokenizerWrapper) -> str:
 
 @dataclass
 class Part:
-    """A run of text or reasoning, or a tool call; or the next piece of one.
+    """Text, reasoning or a tool call, or the next piece of one.
 
     Attributes:
         kind: "text", "reasoning", "call" for a tool call or its beginning, or "arguments" for more
             of the call's arguments, as JSON text.
-        text: the text; of a call, its arguments.
+        text: the text, or a call's arguments.
         index: the call's index in the answer.
         id: the id under which the client returns the call's result.
         name: the called function's name.
@@ -93,11 +93,11 @@ class OutputParser:
     """Parses one output incrementally, in segments of any length.
 
     White space next to a marker is dropped: it belongs to the format, and chat templates add it
-    again.
+    back.
 
     Attributes:
         n_calls: how many calls have begun.
-        finished: whether the answer has the only call that it may have. Later text is dropped.
+        finished: whether the answer has its one allowed call. Later text is dropped.
     """
 
     def __init__(self, format: OutputFormat) -> None:
@@ -113,9 +113,9 @@ class OutputParser:
         self._after_marker = format.initial == "reasoning"
         self._trims_space = format.trims_space
         self._call = ""  # the text since the last call marker
-        self._marker = ""  # that marker, unless the prompt has it
-        self._sent = 0  # how many of its characters were sent as calls
-        self._object: int | None = None  # where the arguments that are being sent begin
+        self._marker = ""  # that marker, unless it is in the prompt
+        self._sent = 0  # how many of the call's characters were sent
+        self._object: int | None = None  # where the arguments being sent begin
 
     @property
     def reasoning(self) -> bool:
@@ -136,11 +136,11 @@ class OutputParser:
         return deltas
 
     def finish(self, cut: bool = False) -> list[Part]:
-        """Parse what was held back, after the end of the output.
+        """Parse the text that was held back, at the end of the output.
 
         Args:
-            cut: whether something other than the model ended the output. A call that has only
-                begun is then dropped. It is not text, and the finish reason explains its absence.
+            cut: whether something other than the model ended the output. An unfinished call is then
+                dropped: it is not text, and the finish reason explains its absence.
         """
         self._machine_state, held, _ = TextStateMachine.flush(self._machine_state)
         deltas = self._add(held)
@@ -184,7 +184,7 @@ class OutputParser:
     # --- calls ---
 
     def _add_to_call(self, text: str) -> list[Part]:
-        """Add to a call's text; returns calls and arguments that can be sent before it ends."""
+        """Add to a call's text; return calls and arguments that can be sent before it ends."""
         self._call += text
         deltas: list[Part] = []
         while self._header and not self.finished:
@@ -206,12 +206,12 @@ class OutputParser:
 
     def _begin(self, name: str, call_id: object = None) -> Part:
         self.n_calls += 1
-        if not isinstance(call_id, str):  # Mistral's templates require nine of these
+        if not isinstance(call_id, str):  # Mistral's templates require nine such characters
             call_id = "".join(map(secrets.choice, [string.ascii_letters + string.digits] * 9))
         return Part("call", index=self.n_calls - 1, id=call_id, name=name)
 
     def _end_call(self, marker: str, cut: bool = False) -> list[Part]:
-        """Parse calls that could not be sent before; what is not a call becomes text."""
+        """Parse calls that could not be sent before; anything that is not a call becomes text."""
         format = self._format
         if self.finished or self._sent:
             return []
@@ -236,9 +236,9 @@ _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[{}\[\]]', re.DOTALL)
 
 
 def _object_end(text: str, start: int, known: int) -> int | None:
-    """Where the JSON object that begins at ``start`` ends.
+    """Where the JSON object that begins at ``start`` ends; None if it is incomplete.
 
-    None if it is incomplete, as it was after ``known`` characters of the text.
+    It is known to be incomplete in the first ``known`` characters.
     """
     if "}" not in text[known:]:
         return None
@@ -255,9 +255,9 @@ def _read_call(call: dict[str, Any]) -> tuple[str, str, object]:
     name, arguments = call["name"], call.get("arguments", {})
     if not isinstance(name, str) or not name:
         raise ValueError("a function without a name")
-    if not isinstance(arguments, str):  # a string is JSON already
+    if not isinstance(arguments, str):  # a string is already JSON
         arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    (name + arguments).encode()  # raises for half a surrogate pair, which cannot be sent
+    (name + arguments).encode()  # raises for lone surrogates, which cannot be sent
     return name, arguments, call.get("id")
 
 
@@ -266,16 +266,16 @@ def _read_call(call: dict[str, Any]) -> tuple[str, str, object]:
 
 @dataclass
 class TextRun:
-    """The text that some tokens add to a part.
+    """The text that a batch of tokens adds to a part.
 
     Attributes:
         part: the part.
         position: the part's position in the answer.
         begins: whether the part begins with this run.
         ends: whether the part ends with this run.
-        drafts: the run's texts, each with whether it comes from accepted drafts: pairs, as lists.
-        pieces: the run's tokens, with the tokens before it that added no text. Reasoning tokens
-            are left out.
+        drafts: lists of a text and whether it comes from accepted drafts; the texts join to the
+            run's.
+        pieces: the run's tokens, and earlier tokens that added no text; without reasoning tokens.
     """
 
     part: Part
@@ -312,7 +312,7 @@ class Choice:
         self._parser = OutputParser(format) if format else None
         self._runs: list[TextRun] = []
         self._silent: list[Piece] = []
-        """Tokens since the last run, which have added no text."""
+        """Tokens since the last run, which have not added any text."""
 
     @property
     def finished(self) -> bool:
@@ -329,7 +329,7 @@ class Choice:
         return [piece for part in self.parts if part.kind == "text" for piece in part.pieces]
 
     def read(self, pieces: Sequence[Piece], end: Ended | None) -> list[TextRun]:
-        """Read tokens, and the end if it is known; returns the runs that they add."""
+        """Read tokens, and the end if it has come; return the runs that they add."""
         self._runs, parser = [], self._parser
         for piece in pieces:
             if self.finished:
@@ -384,8 +384,8 @@ class Choice:
 class ApiAnswer(ABC):
     """An answer in the form of an API.
 
-    It takes events of its choices in any order, and returns the chunks that a streamed answer
-    sends for them. When all choices have ended, it can be sent as a whole.
+    It takes the events of its choices in any order, and returns the chunks that a stream sends for
+    them. When all choices have ended, it can be sent whole.
 
     Args:
         choices: the choices of all prompts.
@@ -399,7 +399,6 @@ class ApiAnswer(ABC):
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = choices
-        self._begun = False
 
     @property
     def done(self) -> bool:
@@ -407,8 +406,8 @@ class ApiAnswer(ABC):
         return all(choice.end for choice in self.choices)
 
     def feed(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Take events; returns the chunks that a streamed answer sends for them."""
-        chunks = self.begun()
+        """Take events; return the chunks that a stream sends for them."""
+        chunks: list[dict[str, Any]] = []
         for index, group in groupby(events, key=lambda event: event.index):
             choice, happened = self.choices[index], [*group]
             first, last = happened[0], happened[-1]
@@ -421,13 +420,8 @@ class ApiAnswer(ABC):
             chunks += self.close()
         return chunks
 
-    def begun(self) -> list[dict[str, Any]]:
-        """The chunks before any event, returned once: by this call or by :meth:`feed`."""
-        first, self._begun = not self._begun, True
-        return self.begin() if first else []
-
     def begin(self) -> list[dict[str, Any]]:
-        """The chunks before any event."""
+        """The chunks that a stream sends before any event."""
         return []
 
     def choice_begun(self, event: Begun) -> list[dict[str, Any]]:
@@ -463,8 +457,8 @@ class ApiAnswer(ABC):
 
 _log = logging.getLogger("mlxspec.server")
 
-_LOOKING = 0.1  # seconds between two looks whether the client of a whole answer has left
-FAILED = ApiError("the server has failed: see its log", status=500)
+_LOOKING = 0.1  # seconds between checks whether the client of a whole answer has disconnected
+FAILED = ApiError("internal server error: see the server's log", status=500)
 
 
 async def answered(
@@ -485,7 +479,7 @@ async def answered(
         ApiError: a generation failed before anything was sent.
     """
     request.state.answered = True
-    request.state.uses.callback(stream.close)  # even if the client leaves before the first event
+    request.state.uses.callback(stream.close)  # also if the client leaves before the first event
     if streamed:
         content = _server_sent_events(stream, answer, keep_alive)
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **answer.headers}
@@ -499,11 +493,6 @@ async def answered(
     return JSONResponse(answer.whole(), headers=answer.headers)
 
 
-def is_answered(request: Request) -> bool:
-    """Whether generations have begun for a request."""
-    return getattr(request.state, "answered", False)
-
-
 def framed(chunk: dict[str, Any]) -> str:
     """A chunk as a server-sent event; its name is the chunk's type, if it has one."""
     event = f"event: {chunk['type']}\n" if "type" in chunk else ""
@@ -514,6 +503,7 @@ async def _server_sent_events(
     stream: EventStream, answer: ApiAnswer, keep_alive: float
 ) -> AsyncIterator[str]:
     """The chunks of an answer as they are generated; an error replaces the rest."""
+    yield "".join(map(framed, answer.begin()))
     try:
         async with aclosing(stream.events(keep_alive)) as happening:
             async for events in happening:

@@ -7,12 +7,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
 
 import mlx.core as mx
-from prometheus_client import Gauge
+from prometheus_client import Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -26,9 +27,9 @@ from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.options import GenerationOptions
 from ..generation.request import State
-from .answer import FAILED, ApiAnswer, answered, is_answered
+from .answer import FAILED, ApiAnswer, answered
 from .auth import AuthMiddleware, body_of
-from .body import ApiError, error_response, new_request_id, parse, read_body, shown
+from .body import ApiError, error_response, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
 from .messages import MessagesAnswer, MessagesBody, messages_headers
 from .openai import (
@@ -40,19 +41,9 @@ from .openai import (
     detokenized,
     parse_tokenize,
 )
-from .prompts import (
-    Prompt,
-    chat_prompt,
-    completion_prompts,
-    text_ids,
-)
+from .prompts import Prompt, chat_prompt, completion_prompts, text_ids
 from .requests import ApiBody, check_ids
-from .responses import (
-    ResponsesAnswer,
-    ResponsesBody,
-    ResponseStore,
-    parse_responses,
-)
+from .responses import ResponsesAnswer, ResponsesBody, ResponseStore, parse_responses
 from .served_model import ServedModel
 from .worker import ServedRequest, Worker
 
@@ -74,14 +65,15 @@ def create_app(
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         hosts, keys: as for :class:`mlxspec.server.auth.AuthMiddleware`.
         on_refusal: called with the path and the error of each refused request.
-        strict_model_names: whether a model that is not served is an error, even if only one model
-            is served.
+        strict_model_names: whether an unknown model name is an error even if only one model is
+            served.
         keep_alive: seconds without data after which a stream sends a keep-alive.
     """
 
     async def refused(request: Request, error: Exception) -> Response:
         refusal = error if isinstance(error, ApiError) else _wrong_path(request, error)
-        if not is_answered(request):  # otherwise the log records the generation's end
+        # Once generations have begun, the log records their end.
+        if not getattr(request.state, "answered", False):
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
 
@@ -108,7 +100,7 @@ def create_app(
 def _wrong_path(request: Request, error: Exception) -> ApiError:
     assert isinstance(error, HTTPException)
     path, headers = printable(request.url.path), dict(error.headers or {})
-    what = "has no such path" if error.status_code == 404 else f"takes no {request.method} here"
+    what = "has no such path" if error.status_code == 404 else f"allows no {request.method} here"
     return ApiError(f"{path}: this server {what}", status=error.status_code, headers=headers)
 
 
@@ -120,39 +112,35 @@ async def _server_error(request: Request, error: Exception) -> Response:
 
 # --- the three APIs ---
 
-_SLOW = 4  # large bodies and constraints that are read and compiled at once
+_SLOW = 4  # the most large bodies and constraints in work at the same time
 _LARGE = 1 << 20  # bytes of a large body, which may take a second and 100 MB
 
 _Result = TypeVar("_Result")
 _Chat = TypeVar("_Chat", bound=ApiBody)
 
 
+@dataclass
 class Endpoints:
     """The endpoints of the three APIs.
 
-    Args:
+    Attributes:
         catalog: the models that requests may name, with the worker that runs them.
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         keep_alive: seconds without data after which a stream sends a keep-alive.
-        strict: whether a model that is not served is always an error.
+        strict: whether an unknown model name is always an error.
     """
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        max_tokens: int,
-        keep_alive: float,
-        strict: bool = False,
-    ) -> None:
-        self._catalog = catalog
-        self._worker = catalog.worker
+    catalog: Catalog
+    max_tokens: int
+    keep_alive: float
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        self._worker = self.catalog.worker
         self._created = int(time.time())
-        self._strict = strict
-        self._max_tokens = max_tokens
-        self._keep_alive = keep_alive
         # Only one thread at a time may use a tokenizer.
         self._tokenizing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        # What is slow must not occupy all threads.
+        # Slow work must not occupy all threads.
         self._slow = asyncio.Semaphore(_SLOW)
         self._responses = ResponseStore()
 
@@ -197,13 +185,13 @@ class Endpoints:
 
     async def list_models(self, request: Request) -> Response:
         """``/v1/models``"""
-        await self._catalog.look()
-        entries = [*map(self._entry, self._catalog.entries)]
+        await self.catalog.look()
+        entries = [*map(self._entry, self.catalog.entries)]
         return JSONResponse({"object": "list", "data": entries})
 
     async def show_model(self, request: Request) -> Response:
         """``/v1/models/NAME``"""
-        return JSONResponse(self._entry(await self._catalog.named(request.path_params["name"])))
+        return JSONResponse(self._entry(await self.catalog.named(request.path_params["name"])))
 
     def _entry(self, entry: Entry) -> dict[str, Any]:
         """A model, with its context length under the two names that clients use."""
@@ -272,7 +260,7 @@ class Endpoints:
         found = self._responses.response(request.state.partition, response_id)
         if found is None:
             raise ApiError(
-                f"the response {shown(response_id)} is not or no longer stored: create it again",
+                f"the response {shown(response_id)} is not stored, or no longer: create it again",
                 status=404,
                 param="response_id",
             )
@@ -283,13 +271,13 @@ class Endpoints:
     async def message(self, request: Request) -> Response:
         """``/v1/messages``"""
         body, served, prompt = await self._read_chat(request, partial(parse, MessagesBody))
-        answer = MessagesAnswer(body, served.name, prompt.format, new_request_id())
+        answer = MessagesAnswer(body, served.name, prompt.format)
         return await self._respond(request, served, body, [prompt], answer)
 
     async def count_tokens(self, request: Request) -> Response:
         """``/v1/messages/count_tokens``"""
         _, served, prompt = await self._read_chat(request, partial(parse, MessagesBody))
-        headers = messages_headers(served.name, new_request_id())
+        headers = messages_headers(served.name)
         return JSONResponse({"input_tokens": len(prompt.tokens)}, headers=headers)
 
     # --- from a body to a response ---
@@ -311,7 +299,7 @@ class Endpoints:
     async def _read_chat(
         self, request: Request, parse: Callable[[Any], _Chat]
     ) -> tuple[_Chat, ServedModel, Prompt]:
-        """Read a conversation; returns it with its model and its prompt."""
+        """Read a conversation; return it with its model and its prompt."""
         body = await self.read(request, parse)
         served = await self._served(request, body.model)
         return body, served, await self._chat_prompt(served, body)
@@ -321,8 +309,8 @@ class Endpoints:
 
         Raises as :meth:`.Catalog.named` and :meth:`.Catalog.use` do.
         """
-        entry = await self._catalog.named(name, self._strict)
-        return await self._catalog.use(entry, request.state.uses)
+        entry = await self.catalog.named(name or None, self.strict)
+        return await self.catalog.use(entry, request.state.uses)
 
     async def _tokenized(self, served: ServedModel, make: Callable[[], _Result]) -> _Result:
         """Call a function that uses a model's tokenizer, in a thread outside the event loop."""
@@ -356,19 +344,17 @@ class Endpoints:
             ApiError: an option is out of range, a prompt is too long, the queue is full, or a
                 generation failed before anything was sent.
         """
-        self._worker.check_queue(served, len(prompts) * body.n)  # before thousands are made
+        self._worker.check_queue(served, len(prompts) * body.n)  # before they are made
         prediction: Sequence[int] = ()
-        if text := body.prediction.content:  # a hint, which some kinds of drafting do not use
+        if text := body.prediction.content:  # a hint, which not all kinds of drafting use
             expected = await self._ids(served, text, "prediction")
-            prediction = expected[: served.context_length]  # no output is longer
+            prediction = expected[: served.context_length]  # no output can be longer
         requests: list[ServedRequest] = []
         for prompt in prompts:
             choices = await self._choices(served, body, prompt, prediction, request.state.partition)
             requests += choices
-        for index, one in enumerate(requests):
-            one.index = index
         stream = self._worker.submit(served, requests)
-        return await answered(request, stream, answer, body.stream, self._keep_alive)
+        return await answered(request, stream, answer, body.stream, self.keep_alive)
 
     async def _choices(
         self,
@@ -380,14 +366,15 @@ class Endpoints:
     ) -> list[ServedRequest]:
         """The requests for a prompt's choices."""
         tokens = tuple(prompt.tokens)  # all choices share it
-        check_ids(tokens, served.decoder.vocab_size, body.param)
+        sent = {"logit_bias": body.logit_bias, "stop_token_ids": body.stop_token_ids}
+        for param, ids in {body.param: tokens, **sent}.items():
+            check_ids(ids, served.decoder.vocab_size, param)
         if not tokens:
             raise ApiError(f"{body.param} has no tokens: send a text.", param=body.param)
         length = len(tokens) + (body.max_tokens or 1)
         length = min(length, served.context_length or length)
-        await self._catalog.make_room_for(served.memory.needs(length))
-        given = served, len(tokens), body, self._max_tokens
-        max_tokens = self._worker.memory.max_tokens_for(*given)
+        await self.catalog.make_room_for(served.memory.needs(length))
+        max_tokens = self._worker.memory.max_tokens_for(served, len(tokens), body, self.max_tokens)
         grammar = await self._grammar(served, body, prompt)
 
         def made(choice: int) -> ServedRequest:
@@ -421,7 +408,7 @@ class Endpoints:
                 return await run_in_threadpool(Grammar, prompt.constraint, vocabulary)
         except OptionError as error:
             if vocabulary is None and not body.constraint and not body.forced_tool:
-                return None  # strict tools are then not enforced
+                return None  # without it, strict tools are not enforced
             param = body.constrained_by or "tools"
             raise ApiError(f"{param}: {error}.", param=param) from error
 
@@ -444,12 +431,14 @@ def _status_routes(catalog: Catalog) -> list[Route]:
     _add_gauges(worker)
 
     async def ready(request: Request) -> Response:
-        if worker.ready:
-            return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "not ready"}, 503)
+        if worker.ending:
+            return JSONResponse({"status": "not ready"}, 503)
+        return JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
-        return Response(worker.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(
+            generate_latest(worker.metrics.registry), media_type="text/plain; version=0.0.4"
+        )
 
     async def status(request: Request) -> Response:
         return JSONResponse(status_of(catalog))
@@ -471,7 +460,7 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
     metrics, now = worker.metrics, time.perf_counter()
     return {
         "version": __version__,
-        "ready": worker.ready,
+        "ready": not worker.ending,
         "requests": [one.figures() for one in worker.requests.copy()],
         "recent": [one | {"ended": now - one["ended"]} for one in worker.recent.copy()],
         "totals": metrics.totals,
@@ -480,7 +469,7 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
             {
                 "name": served.name,
                 "context_length": served.context_length,
-                "cost_curve": _curve(served) if worker.ready else None,
+                "cost_curve": None if worker.ending else _curve(served),
                 "cache": {"bytes": served.cache.nbytes, "max_bytes": worker.memory.most_idle()}
                 | {name: getattr(served.cache, name) for name in _CACHE_FIGURES},
             }
@@ -499,15 +488,15 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
 
 
 def _curve(served: ServedModel) -> list[list[float]] | None:
-    """Pairs of rows and the time of a step relative to one row; None if not measured."""
-    if not served.decoder.plans:
+    """Pairs of a number of rows and T(rows)/T(1); None if not measured."""
+    if not served.decoder.drafting.plans:
         return None
     curve = served.decoder.costs.curve
     return [[rows, curve(rows)] for rows in range(1, _WIDEST + 1)]
 
 
 def _add_gauges(worker: Worker) -> None:
-    """Add gauges of the server's present state to the Prometheus metrics."""
+    """Add gauges of the server's current state to the Prometheus metrics."""
 
     def gauge(name: str, help: str, *labels: str) -> Gauge:
         return Gauge(f"mlxspec_{name}", help, labels, registry=worker.metrics.registry)
@@ -516,11 +505,11 @@ def _add_gauges(worker: Worker) -> None:
         return sum(one.state in states for one in worker.requests.copy())
 
     for states in ((State.WAITING,), (State.PREFILL,), (State.DECODE, State.PAUSED)):
-        now = gauge(f"{states[0]}_generations", f"Generations now: {states[0]}.")
+        now = gauge(f"{states[0]}_generations", f"Generations that are {states[0]} now.")
         now.set_function(partial(count, *states))
     memory = worker.memory
     gauge("memory_bytes", "Memory that MLX uses.").set_function(mx.get_active_memory)
-    gauge("memory_limit_bytes", "The bound on memory now.").set_function(lambda: memory.limit)
-    parts = gauge("memory_part_bytes", "Memory that is taken or reserved.", "part")
+    gauge("memory_limit_bytes", "The current memory bound.").set_function(lambda: memory.limit)
+    parts = gauge("memory_part_bytes", "Memory in use or reserved.", "part")
     for part in memory.parts:
         parts.labels(part).set_function(partial(lambda name: memory.parts[name], part))

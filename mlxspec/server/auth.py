@@ -1,4 +1,4 @@
-"""Access control: the checks before any endpoint.
+"""Access control: the checks before any endpoint runs.
 
 A web page can make the user's browser send requests to a server on loopback. Two checks keep such
 pages out: the Host header must name this server (against DNS rebinding), and an Origin header must
@@ -10,7 +10,6 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Collection, Sequence
-from ipaddress import ip_address
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -25,16 +24,6 @@ _OPEN = ("/", "/health", "/ready")
 """Paths that need no key: the page, which contains no data, and the health checks."""
 
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:]*)(?::[0-9]*)?")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a server bound to ``host`` can only be reached from this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class AuthMiddleware:
@@ -79,7 +68,7 @@ class AuthMiddleware:
         own = headers.get("host", "").lower()
         if origin is not None and origin.partition("://")[2].lower() != own:
             raise ApiError(
-                "web pages of other servers may not use this server: use its own page",
+                "pages from other sites may not use this server: use its own page",
                 status=403,
                 code="origin_not_allowed",
             )
@@ -89,7 +78,7 @@ class AuthMiddleware:
         if scheme.lower() != "bearer" or not key:
             key = headers.get("x-api-key", "")
         given = key.strip().encode()
-        # All keys are compared, each in constant time, so the time reveals none of them.
+        # All keys are compared, each in constant time, so that timing reveals none of them.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         if not any(matches):
             raise ApiError(
@@ -119,7 +108,7 @@ async def body_of(request: Request) -> bytes:
         code="request_too_large",
     )
     parts, length = [], 0
-    if int(request.headers.get("content-length", 0)) > MOST_BYTES:  # a number, or h11 refuses it
+    if int(request.headers.get("content-length", 0)) > MOST_BYTES:  # h11 allows only numbers
         raise too_long
     try:
         async for part in request.stream():

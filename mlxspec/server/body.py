@@ -1,7 +1,7 @@
 """Request bodies: JSON parsed within limits, then validated by pydantic models.
 
-Python's JSON parser has no limits, so :func:`read_json` first counts the values, without making
-any. Both take 0.1 s for 300,000 values.
+Python's JSON parser has no limits, so :func:`read_json` first counts the values, without creating
+any. For 300,000 values, counting and parsing take 0.1 s.
 
 In a body, ``null`` means an absent field. A number such as 5.0 is accepted as the integer 5, since
 some languages write integers that way.
@@ -35,7 +35,7 @@ from ..jsonl import load_json
 
 
 class ApiError(MlxspecError):
-    """An error that is sent in place of an answer.
+    """An error that the client gets instead of an answer.
 
     Args:
         message: what is wrong, and the remedy. The middle of a very long message is left out.
@@ -77,27 +77,22 @@ class ApiError(MlxspecError):
         """The response's JSON in Anthropic's form."""
         kind = _MESSAGES_TYPES.get(self.status, "api_error" if self.status >= 500 else _INVALID)
         details: dict[str, Any] = {"type": kind, "message": self.message}
-        if self.param == "thread":  # Anthropic's library then sends the whole conversation
+        if self.param == "thread":  # Anthropic's library then resends the whole conversation
             details["details"] = {"error_code": "thread_unsupported_request", "unsupported": []}
         return {"type": "error", "error": details, "request_id": request_id}
 
 
 def error_response(error: ApiError, path: str) -> JSONResponse:
     """The response for an error, in the form of the API that the path belongs to."""
-    if not is_messages(path):
+    if not f"{path}/".startswith("/v1/messages/"):
         return JSONResponse(error.body, error.status, error.headers)
     request_id = new_request_id()
     headers = {**error.headers, "request-id": request_id}
     return JSONResponse(error.messages_body(request_id), error.status, headers)
 
 
-def is_messages(path: str) -> bool:
-    """Whether a path belongs to Anthropic's API."""
-    return f"{path}/".startswith("/v1/messages/")
-
-
 def new_request_id() -> str:
-    """A new id of a request, for Anthropic's clients."""
+    """A new request id, for Anthropic's clients."""
     return f"req_{uuid.uuid4().hex}"
 
 
@@ -108,8 +103,10 @@ _MESSAGES_TYPES = _TYPES | {413: "request_too_large"}
 
 
 MOST_VALUES = 300_000
-"""The most values of a body: objects, lists, strings, numbers and words. A prompt of token ids may
-fill any present context; an agent's long conversation has about ten thousand values."""
+"""The most values in a body: objects, lists, strings, numbers and constants. A prompt of token ids
+may fill the context of any current model; an agent's long conversation has about ten thousand
+values.
+"""
 
 _DEEPEST = 100  # levels of nesting; tools' JSON Schemas have a dozen
 
@@ -138,19 +135,19 @@ def read_body(data: bytes) -> Any:
 def read_json(data: bytes, most: int = MOST_VALUES) -> tuple[Any, int]:
     """Parse a JSON text in UTF-8.
 
-    Its values are counted before any object is made. Half a surrogate pair becomes U+FFFD. Editors
-    send one when they cut a text inside a pair.
+    Values are counted before any object is created. A lone surrogate becomes U+FFFD: editors send
+    one when they cut a text inside a surrogate pair.
 
     Args:
         data: the text.
         most: the most values that it may have.
 
     Returns:
-        the value, and how many more values the text could have had.
+        the value, and how many more values would have been allowed.
 
     Raises:
         ApiError: the text has too many values or is nested too deeply.
-        ValueError: the text is not JSON, or has a number that is too large.
+        ValueError: the text is not JSON, or has a number that is not finite.
     """
     depth, left = 0, most
     for mark in _MARK.finditer(data):
@@ -177,7 +174,7 @@ def read_json(data: bytes, most: int = MOST_VALUES) -> tuple[Any, int]:
 def _number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"the number {text[:20]} is too large")
+        raise ValueError(f"{text[:20]} is not a finite number")
     return value if set(text) & set(".eE") else int(text)
 
 
@@ -200,7 +197,7 @@ def as_integer(value: object) -> object:
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove the null fields of an object; other values stay as they are."""
+    """Remove an object's null fields; other values stay as they are."""
     if not isinstance(value, dict):
         return value
     return {name: one for name, one in value.items() if one is not None}
@@ -217,7 +214,9 @@ StringOr = Annotated[
     Annotated[_String, Tag("[string]")] | Annotated[_T, Tag("[other]")],
     Discriminator(lambda value: "[string]" if isinstance(value, str) else "[other]"),
 ]
-"""A string of the first type, or another value of the second. Errors concern the type sent."""
+"""A string of the first type, or a value of the second that is not a string. An error names only
+the type that was sent.
+"""
 
 
 class Body(BaseModel):
@@ -226,10 +225,10 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
 
     needed: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """By type or role: required fields, besides the fields without a default."""
+    """Fields that are required for a type or role, besides those without a default."""
 
     unsupported: ClassVar[Sequence[str]] = ()
-    """The lists of ``unsupported.yaml`` with fields that the body does not support."""
+    """The names of the lists in ``unsupported.yaml`` that apply to this body."""
 
     @model_validator(mode="before")
     @classmethod
@@ -273,10 +272,11 @@ def _refuse_first(error: ValidationError, body: Any) -> NoReturn:
     path = _path(wrong["loc"], body)
     if wrong["type"] == "missing":
         raise ApiError(f"{path} is missing: send it.", param=path)
-    if wrong["type"] == "value_error":  # one of ours, which says what is wrong
+    if wrong["type"] == "value_error":  # raised by our own code, with a clear message
         raise ApiError(f"{path}: {wrong['msg'].removeprefix('Value error, ')}.", param=path)
-    remedy = re.sub(r"^(Input|String|List|Dictionary) should", "it should", wrong["msg"])
+    remedy = re.sub(r"^\w+ should", "it should", wrong["msg"])
     remedy = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", remedy)
+    remedy = remedy.replace("Extra inputs are not permitted", "leave it out")
     refuse(path, wrong["input"], remedy.replace(" after validation", ""))
 
 
@@ -284,7 +284,7 @@ def _path(location: Sequence[int | str], body: Any) -> str:
     """A field's path in OpenAI's notation, such as ``messages[2].role``."""
     path, value = "", body
     for part in location:
-        # Other parts, as "[key]" or "[string]", are Pydantic's or belong to a converted value.
+        # Other parts, such as "[key]", are added by Pydantic or belong to a converted value.
         if isinstance(part, int) and isinstance(value, list):
             path, value = f"{path}[{part}]", value[part]
         elif isinstance(part, str) and isinstance(value, dict) and part[:1] != "[":
@@ -299,7 +299,7 @@ def refuse(param: str | None, value: object, remedy: str) -> NoReturn:
 
 
 def shown(value: object) -> str:
-    """A value as error messages repeat it: short, on one line."""
+    """A value as error messages quote it: short, on one line."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):

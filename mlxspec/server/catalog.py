@@ -1,7 +1,7 @@
-"""The models that requests may name: loaded ones, and ones that are loaded when a request comes.
+"""The models that requests may name: those that are loaded, and those that load on demand.
 
-Everything here runs in the event loop, except what takes long: one thread loads and unloads, one
-model at a time. What runs a model, even its first steps, is done in the worker's thread.
+Everything here runs in the event loop, except slow work: one thread loads and unloads models, one
+at a time. Only the worker's thread runs a model, even for its first steps.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -29,11 +29,11 @@ from .worker import Worker
 _log = logging.getLogger("mlxspec.server")
 
 KEEP_ALIVE = 600.0
-"""Seconds after which a model that was loaded for a request is unloaded if none came."""
+"""Seconds without a request after which a model that was loaded on demand is unloaded."""
 
-_NAMED = 5  # models that an error names
-_CHECK = 1.0  # seconds between two looks for models that have been idle for their time
-_LOOK = 5.0  # seconds after a look for models on disk during which there is no other
+_NAMED = 5  # the most models that an error names
+_CHECK = 1.0  # seconds between checks for models that have been idle too long
+_LOOK = 5.0  # seconds after a scan of the disk for models during which there is no other
 
 
 @dataclass(eq=False)
@@ -41,13 +41,13 @@ class Entry:
     """A model that requests may name.
 
     Attributes:
-        name: its name in requests and answers; no two models have the same.
+        name: its unique name in requests and answers.
         path: what it is loaded from.
-        others: more names; several models may have the same.
-        nbytes: the bytes of its weights in memory, as far as they are known.
+        others: more names, which several models may share.
+        nbytes: the bytes of its weights in memory, if known.
         context_length: in tokens; None if unknown.
-        keep_alive: the seconds without a request after which it is unloaded; None if it stays, even
-            when another model needs its place.
+        keep_alive: the seconds without a request after which it is unloaded; None if it stays
+            loaded, even when another model needs the room.
         served: the loaded model; None while it is not loaded.
         state: "loaded", "loading", "unloading" or "not-loaded".
         read: the bytes of weights that have been read.
@@ -65,9 +65,9 @@ class Entry:
     read: int = 0
     used: float = 0.0
     users: int = 0
-    """Requests that use the loaded model."""
+    """The number of requests that use the loaded model."""
     waiting: int = 0
-    """Requests that wait for it."""
+    """The number of requests that wait for it."""
     loading: asyncio.Task[ApiError | None] | None = field(default=None, repr=False)
 
     @property
@@ -86,67 +86,63 @@ class Entry:
         }
 
 
+@dataclass(eq=False)
 class Catalog:
-    """The models that requests may name, and their coming and going.
+    """The models that requests may name; loads and unloads them.
 
-    A request loads its model if need be. If there is no room, models that no request uses are
-    unloaded, the least recently used first. If all are in use, the least recently used one takes no
-    further requests until it has made room, and is then loaded again for those that wait.
+    A request loads its model if necessary. If there is no room, models that no request uses are
+    unloaded, the least recently used first. If all are in use, the least recently used model takes
+    no more requests until it has been unloaded; requests that wait for it then load it again.
 
-    Args:
+    Attributes:
         worker: runs the models.
-        load: loads a model, without running more than a few forwards; called in any thread. It
-            raises :class:`MlxspecError` if that is impossible.
-        entries: the models that are always in the catalog.
-        find: finds the others; called in any thread.
-        close: saves what a model has learned; no request uses it any more.
+        load: loads a model, running at most a few forwards; called in any thread. It raises
+            :class:`MlxspecError` if the model cannot be loaded.
+        at_start: the models that are always in the catalog.
+        find: finds other models; called in any thread.
+        save: saves what a model has learned, once no request uses it any more.
         default: the name of the model for requests without one; by default the first entry's.
-        log: called in any thread with a record of each coming and going.
+        log: called in any thread with a record of each load and unload.
         clock: returns the time in seconds.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        load: Callable[[Entry, OnRead], ServedModel],
-        entries: Sequence[Entry] = (),
-        find: Callable[[], Iterable[Entry]] = lambda: (),
-        close: Callable[[Entry], object] = lambda entry: None,
-        *,
-        default: str | None = None,
-        log: Callable[[dict[str, Any]], object] = lambda record: None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.worker = worker
-        self._load_model, self._find, self._close_model = load, find, close
-        self._entries = {entry.name: entry for entry in entries}
+    worker: Worker
+    load: Callable[[Entry, OnRead], ServedModel]
+    at_start: Sequence[Entry] = ()
+    find: Callable[[], Iterable[Entry]] = lambda: ()
+    save: Callable[[Entry], object] = lambda entry: None
+    _: KW_ONLY
+    default: str | None = None
+    log: Callable[[dict[str, Any]], object] = lambda record: None
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._entries = {entry.name: entry for entry in self.at_start}
         self._named_at_start = frozenset(self._entries)
-        self._default = default or next(iter(self._entries), None)
-        self._log = log
-        self._clock = clock
-        self._looked = clock()
+        self.default = self.default or next(iter(self._entries), None)
+        self._looked = self.clock()
         self._thread = ThreadPoolExecutor(1, "mlxspec models")
         self._moving = asyncio.Lock()
-        """Held while a model comes or goes."""
+        """Held while a model is loaded or unloaded."""
         self._left = asyncio.Event()
         """Set when a request no longer uses its model."""
         self._ending = False
-        self._add(find())
+        self._add(self.find())
 
     @property
     def entries(self) -> list[Entry]:
-        """All models, those of the start first."""
+        """All models, those loaded at the start first."""
         return [*self._entries.values()]
 
     def figures(self) -> list[dict[str, Any]]:
         """The state of each model, as JSON."""
-        return [entry.figures(self._clock()) for entry in self.entries]
+        return [entry.figures(self.clock()) for entry in self.entries]
 
     def start(self) -> None:
-        """Load the models of the start, before there is an event loop.
+        """Load the initial models, before there is an event loop.
 
         Raises:
-            MlxspecError: one cannot be loaded, or does not fit into memory.
+            MlxspecError: a model cannot be loaded, or does not fit into memory.
         """
         for entry in self.entries:
             if entry.name in self._named_at_start:
@@ -156,11 +152,11 @@ class Catalog:
 
     async def look(self) -> None:
         """Find models that were added on disk, and forget those that were removed."""
-        if self._clock() - self._looked >= _LOOK:
-            self._looked = self._clock()
-            # The start would have reported it; files may also vanish during the look.
+        if self.clock() - self._looked >= _LOOK:
+            self._looked = self.clock()
+            # The start has reported lasting errors; files may also vanish during the scan.
             with suppress(MlxspecError, OSError):
-                self._add(await asyncio.to_thread(self._find))
+                self._add(await asyncio.to_thread(self.find))
 
     def _add(self, found: Iterable[Entry]) -> None:
         new = {entry.name: entry for entry in found}
@@ -176,8 +172,8 @@ class Catalog:
     async def named(self, name: str | None, strict: bool = True) -> Entry:
         """The model for requests with this name.
 
-        The default model is meant by requests without a name. Unless ``strict``, it is also meant
-        by unknown names that begin with "claude-", and an only model by any.
+        Requests without a name get the default model. Unless ``strict``, so do unknown names that
+        begin with "claude-", and if there is only one model, all unknown names.
 
         Raises:
             ApiError: 404, it does not exist; 400, several have this name.
@@ -188,23 +184,23 @@ class Catalog:
             found = self._known(name)
         if not found and (name is None or not strict):
             if name is None or name.startswith("claude-"):
-                found = self._known(self._default)
+                found = self._known(self.default)
             if not found and len(self._entries) == 1:
                 (found,) = self.entries
         if not found:
             which = f"the model {shown(name)} is not served here" if name else "no model is named"
             some = " or ".join([*self._entries][:_NAMED])
-            instead = f"use {some}, or another one that /v1/models lists"
+            instead = f"use {some}, or another that /v1/models lists"
             if not some:
-                instead = "none are found; download one, and see 'mlxspec models'"
+                instead = "no models were found; download one, and see 'mlxspec models'"
             raise ApiError(f"{which}: {instead}", status=404, param="model", code="model_not_found")
         return found
 
     def _known(self, name: str | None) -> Entry | None:
-        """The model of a name; None if there is none.
+        """The model with this name; None if there is none.
 
         Raises:
-            ApiError: 400, several have it.
+            ApiError: 400, several models have this name.
         """
         if name is None:
             return None
@@ -213,7 +209,7 @@ class Catalog:
         found = [entry for entry in self.entries if name in (entry.path, *entry.others)]
         if len(found) > 1:
             raise ApiError(
-                f"the model {shown(name)} may be {' or '.join(entry.name for entry in found)}: "
+                f"the model name {shown(name)} means {' or '.join(entry.name for entry in found)}: "
                 "name one of them",
                 param="model",
                 code="model_ambiguous",
@@ -223,7 +219,7 @@ class Catalog:
     # --- use ---
 
     async def use(self, entry: Entry, uses: ExitStack) -> ServedModel:
-        """Load a model if need be; it stays loaded until ``uses`` is closed.
+        """Load a model if necessary; it stays loaded until ``uses`` is closed.
 
         Raises:
             ApiError: 413, it does not fit into memory; 500, it cannot be loaded.
@@ -232,69 +228,69 @@ class Catalog:
         try:
             while entry.served is None or entry.state != "loaded":
                 entry.loading = entry.loading or asyncio.create_task(self._load(entry))
-                # If this request ends, the load goes on for others.
+                # If this request ends, the load continues for others.
                 if failure := await asyncio.shield(entry.loading):
                     raise failure
         finally:
             entry.waiting -= 1
-            self._left.set()  # a load may wait for this request, which may have been cancelled
+            self._left.set()  # a load may wait for this request, even if it was cancelled
         entry.users += 1
         uses.callback(self._leave, entry)
         return entry.served
 
     def _leave(self, entry: Entry) -> None:
         entry.users -= 1
-        entry.used = self._clock()
+        entry.used = self.clock()
         self._left.set()
 
     @asynccontextmanager
     async def watching(self, app: object) -> AsyncIterator[None]:
-        """Give up what is idle, while an ASGI application runs."""
+        """Unload idle models and make room, while an ASGI application runs."""
         task = asyncio.create_task(self._watch())
         yield
         task.cancel()
 
     async def _watch(self) -> None:
-        while self.worker.ready:
+        while not self.worker.ending:
             self.worker.call(self.worker.memory.make_room)  # for other programs
             await asyncio.sleep(_CHECK)
             await self.unload_idle()
 
     async def unload_idle(self) -> None:
-        """Unload the models that have been idle for their time."""
+        """Unload the models that have been idle for their ``keep_alive``."""
         async with self._moving:
             for entry in self.entries:
                 seconds = math.inf if entry.keep_alive is None else entry.keep_alive
-                if entry.is_idle and self._clock() - entry.used >= seconds:
+                if entry.is_idle and self.clock() - entry.used >= seconds:
                     await self._unload(entry, f"idle for {seconds:g} s")
 
     # --- coming and going ---
 
     async def _load(self, entry: Entry) -> ApiError | None:
-        """Load a model; returns the error of the requests for it, if it cannot be loaded."""
+        """Load a model; if that fails, return the error for the requests that wait for it."""
         try:
             async with self._moving:
                 await self._make_room(entry)
-                begun = self._clock()
-                self._log({"outcome": "loading", "model": entry.name, "bytes": entry.nbytes})
+                begun = self.clock()
+                self.log({"outcome": "loading", "model": entry.name, "bytes": entry.nbytes})
                 await self._in_thread(self._read, entry)
                 seconds = round(entry.used - begun, 3)
-                self._log({"outcome": "loaded", "model": entry.name, "seconds": seconds})
+                self.log({"outcome": "loaded", "model": entry.name, "seconds": seconds})
                 return None
         except Exception as error:
             failure = self._failed(entry, error)
         finally:
             entry.loading, entry.state = None, "loaded" if entry.served else "not-loaded"
-        # No longer in the handler, so it does not hold what was loaded.
+        # Outside the except block, so that the exception does not keep the loaded parts alive.
         await self._in_thread(self._give_up, entry)
         return failure
 
     def _failed(self, entry: Entry, error: Exception) -> ApiError:
-        """The clients' error for a model that could not be loaded."""
+        """The error that clients get if a model cannot be loaded."""
         if not isinstance(error, MlxspecError):
-            _log.error("the model %s has failed", entry.name, exc_info=error)
+            _log.error("the model %s has failed to load", entry.name, exc_info=error)
         line = str(error) or type(error).__name__
-        self._log({"outcome": "not loaded", "model": entry.name, "error": line})
+        self.log({"outcome": "not loaded", "model": entry.name, "error": line})
         status, code = 500, "model_not_loaded"
         if isinstance(error, ApiError):
             status, code = error.status, error.code or code
@@ -302,7 +298,7 @@ class Catalog:
         return ApiError(line, status=status, param="model", code=code)
 
     async def _make_room(self, entry: Entry) -> None:
-        """Unload models until one fits.
+        """Unload other models until a model fits.
 
         Raises:
             ApiError: 413, it would not fit even then.
@@ -320,7 +316,7 @@ class Catalog:
                 raise ApiError(
                     f"the weights of {entry.name} need {entry.nbytes >> 20} MiB, but only "
                     f"{left >> 20} MiB are left of {memory.limit >> 20} MiB: use a smaller model, "
-                    "or allow the server more with --memory",
+                    "or allow the server more memory with --memory",
                     status=413,
                     param="model",
                     code="out_of_memory",
@@ -334,7 +330,7 @@ class Catalog:
     async def make_room_for(self, need: Need) -> None:
         """Unload idle models, the least recently used first, until a request would fit."""
         fits = self.worker.memory.ever_fits
-        if fits(need) or self._moving.locked():  # whoever loads a model may wait for this request
+        if fits(need) or self._moving.locked():  # a load in progress may wait for this request
             return
         async with self._moving:
             idle = [one for one in self.entries if one.is_idle and one.keep_alive is not None]
@@ -351,12 +347,14 @@ class Catalog:
             await self._left.wait()
         await self._in_thread(self._close, entry)
         self._left.set()
-        self._log({"outcome": "unloaded", "model": entry.name, "reason": reason})
+        self.log({"outcome": "unloaded", "model": entry.name, "reason": reason})
 
     # --- in the worker's thread ---
 
     def _reserves(self, entry: Entry) -> bool:
-        """Reserve the memory of a model's weights, if they fit and no request loses its room."""
+        """Reserve memory for a model's weights, if they fit and running requests keep their
+        room.
+        """
         memory = self.worker.memory
         needs = (one.need for one in self.worker.requests.copy())
         keep = all(memory.ever_fits(need, beside=entry.nbytes) for need in needs)
@@ -370,35 +368,35 @@ class Catalog:
         await asyncio.get_running_loop().run_in_executor(self._thread, function, entry)
 
     def _read(self, entry: Entry) -> None:
-        """Read a model's weights here, and run its first steps in the worker's thread."""
+        """Read a model's weights in this thread, and run its first steps in the worker's."""
 
         def on_read(nbytes: int) -> None:
             if self._ending:
-                raise ApiError("the server is ending", status=503)
+                raise ApiError("the server is shutting down", status=503)
             entry.read += nbytes
 
         entry.state, entry.read = "loading", 0
-        served = self._load_model(entry, on_read)
+        served = self.load(entry, on_read)
         self.worker.call(self.worker.open, served).result()
         entry.nbytes = entry.nbytes or served.memory.weights
         entry.context_length = entry.context_length or served.context_length
-        entry.used, entry.served, entry.state = self._clock(), served, "loaded"
+        entry.used, entry.served, entry.state = self.clock(), served, "loaded"
         if gc.get_freeze_count():
             gc.freeze()  # as at the start of the server
 
     def _give_up(self, entry: Entry) -> None:
         """Free the memory of a model that could not be loaded."""
-        with suppress(ApiError):  # the server is ending
+        with suppress(ApiError):  # the server is shutting down
             self.worker.call(self.worker.memory.release, entry.name).result()
         _free()
 
     def _close(self, entry: Entry) -> None:
-        """Take a model from the worker, and free its memory."""
+        """Remove a model from the worker, and free its memory."""
         assert entry.served
         try:
             self.worker.call(self.worker.leave, entry.served).result()
-            self._close_model(entry)
-        except Exception as error:  # a load may wait for the room, which is free all the same
+            self.save(entry)
+        except Exception as error:  # a load may wait for the room, which is free in any case
             if not self._ending:
                 _log.error("the model %s could not be closed", entry.name, exc_info=error)
         entry.served = None
@@ -406,13 +404,13 @@ class Catalog:
         entry.state = "not-loaded"
 
     def close(self) -> None:
-        """End the thread; a model that is being loaded is given up."""
+        """End the thread; a model that is still loading is abandoned."""
         self._ending = True
         self._thread.shutdown(cancel_futures=True)
 
 
 def _free() -> None:
-    """Free the memory of what is no longer used."""
+    """Free the memory of unused objects."""
     frozen = gc.get_freeze_count()
     gc.unfreeze()
     gc.collect()
@@ -424,7 +422,8 @@ def _free() -> None:
 def keeping_models(app: ASGIApp) -> ASGIApp:
     """ASGI middleware: a request's models stay loaded until its response has been sent.
 
-    The request's state has the stack for :meth:`Catalog.use`, and for what else ends with it.
+    The request's state has the exit stack for :meth:`Catalog.use`, and for anything else to end
+    with the request.
     """
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:

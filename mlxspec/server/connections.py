@@ -16,9 +16,9 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _MOST = 1024  # connections; further requests get 503
-_FILES = 2 * _MOST  # that the process may open, if it may say so itself
+_FILES = 2 * _MOST  # that the process may open, if the system lets it raise the limit
 _LAST = 1.0  # seconds for requests to notice that their connections were closed
-_LOOK = 1  # seconds between two looks for clients that are silent
+_LOOK = 1  # seconds between checks for silent clients
 
 
 class HttpServer(uvicorn.Server):
@@ -26,9 +26,10 @@ class HttpServer(uvicorn.Server):
 
     Args:
         app: the application.
-        grace: seconds for running requests after the first signal. The second signal ends them.
-        patience: seconds after which a client is left that reads nothing of its answer, or has
-            not sent the rest of a request.
+        grace: seconds for running requests to end after the first signal. A second signal ends
+            them.
+        patience: seconds after which a client is disconnected if it neither reads its answer nor
+            sends the rest of its request.
         on_exit: called at the first signal.
     """
 
@@ -50,7 +51,7 @@ class HttpServer(uvicorn.Server):
             limit_concurrency=_MOST,
             callback_notify=self._leave_silent,
             timeout_notify=_LOOK,
-            # For requests that wait for a thread and do not notice that the client disconnected.
+            # Some requests wait for a thread, and do not notice that the client has disconnected.
             timeout_graceful_shutdown=math.ceil(grace + _LAST),
         )
         super().__init__(config)
@@ -71,7 +72,7 @@ class HttpServer(uvicorn.Server):
             reads = one.cycle and not (one.cycle.response_complete or one.transport.is_closing())
             if reads and not (one.cycle.more_body or one.flow.write_paused):
                 continue
-            # A wait ends with the next request, or once the client has read something.
+            # A wait ends with the next request, or when the client reads something.
             wait = one, one.cycle, one.transport.get_write_buffer_size()
             self._waits[wait] = before.get(wait, now)
             if now - self._waits[wait] > self._patience:
@@ -79,15 +80,15 @@ class HttpServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         first = not self.should_exit
-        self.force_exit = not first  # uvicorn sets it for Ctrl-C only
+        self.force_exit = not first  # uvicorn sets it only for Ctrl-C
         super().handle_exit(sig, frame)
-        if first:  # last, since the second signal may arrive meanwhile
+        if first:  # last, since a second signal may arrive during the call
             self._on_exit()
 
     async def shutdown(self, sockets: Any = None) -> None:
         closing = asyncio.create_task(self._close())
         await super().shutdown(sockets)
-        if self.force_exit:  # uvicorn leaves it out then, and it would end with a traceback
+        if self.force_exit:  # uvicorn then skips this, and the lifespan would end in a traceback
             await self.lifespan.shutdown()
         await closing
 

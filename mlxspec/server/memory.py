@@ -1,4 +1,4 @@
-"""The memory of a server: one bound for everything that its models take, and who waits for it."""
+"""The memory of a server: one bound for all its models, and admission of requests under it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from .body import ApiError
 from .requests import ApiBody
 from .served_model import Need, ServedModel
 
-_RESERVE = 0.1  # share of what is left beside weights, for slots and freed buffers
-_FAR = 1 << 20  # tokens; further than any window
+_RESERVE = 0.1  # share of the memory that weights leave, for slots and freed buffers
+_FAR = 1 << 20  # tokens; longer than any window
 _CACHE_SHARE = 0.5  # share of the room for idle entries of the prefix caches
-_LOOK = 1.0  # seconds between two looks at the system's memory
+_LOOK = 1.0  # seconds between checks of the system's memory
 
 
 class ServerMemory:
     """The memory of a server, which all its models share.
 
-    Weights and the memories of earlier answers come first. The rest is the :attr:`room`: for the
-    buffers of a forward, for reservations, such as the caches of running requests, and for idle
-    entries of the prefix caches, which make room for reservations.
+    Weights and the memories of earlier answers come first. The rest is the :attr:`room`. It holds
+    the buffers of a forward, reservations (such as the caches of running requests), and idle
+    entries of the prefix caches, which are evicted for reservations.
 
-    The figures may be read in any thread. The methods that change something belong to the worker's
-    thread; before it runs, to the thread that starts it.
+    Figures may be read in any thread. Only the worker's thread may call the methods that change
+    something; before it runs, the thread that starts it may.
 
     Args:
-        bound: the most bytes of everything; by default, what the machine has.
-        cache_bytes: the most bytes of idle entries; by default half of the room, or as many as the
-            entry has that was used last.
+        bound: the most bytes in total; by default, what the machine has.
+        cache_bytes: the most bytes of idle entries; by default half of the room, or the size of the
+            entry that was used last if that is more.
     """
 
     def __init__(self, bound: int | None = None, cache_bytes: int | None = None) -> None:
@@ -48,7 +48,7 @@ class ServerMemory:
 
     @property
     def limit(self) -> int:
-        """The most bytes of everything now: other programs may leave less than the bound."""
+        """The most bytes in total now: other programs may leave less than the bound."""
         if (now := time.monotonic()) >= self._next_look:
             self._next_look = now + _LOOK
             held = mx.get_active_memory() + mx.get_cache_memory()
@@ -57,7 +57,7 @@ class ServerMemory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """What is taken or reserved, in bytes, by what takes it."""
+        """The bytes in use or reserved, by purpose."""
         models = self._models.copy().values()
         return {
             **self._lasting,
@@ -68,7 +68,7 @@ class ServerMemory:
 
     @property
     def _lasting(self) -> dict[str, int]:
-        """The parts that no request changes."""
+        """The parts that requests do not change."""
         models = [*self._models.copy().values()]
         memories = {id(memory): memory for one in models for memory in one.memories}
         return {
@@ -78,19 +78,19 @@ class ServerMemory:
 
     @property
     def room(self) -> int:
-        """The bytes that are left beside weights and memories of earlier answers."""
+        """The bytes that weights and memories of earlier answers leave."""
         return max(0, int((self.limit - sum(self._lasting.values())) * (1 - _RESERVE)))
 
     @property
     def reserved(self) -> int:
-        """The bytes that are reserved, without those of forwards."""
+        """The reserved bytes, without those of forwards."""
         return sum(need.caches for need in self._reserved.copy().values())
 
     def most_idle(self, beside: int = 0) -> int:
         """How many bytes the idle entries of the prefix caches may take.
 
         Args:
-            beside: the bytes of the weights of a model that is not counted yet.
+            beside: the bytes of a model's weights that are not counted yet.
         """
         left = max(0, self.room - beside * (1 - _RESERVE) - self._forward())
         asked = self._cache_bytes
@@ -98,11 +98,11 @@ class ServerMemory:
 
     @property
     def most_cached(self) -> int:
-        """The most bytes of one idle entry."""
+        """The size limit of a single idle entry, in bytes."""
         return self._bound if self._cache_bytes is None else self._cache_bytes
 
     def _forward(self, *more: Need) -> int:
-        """The bytes of a forward, the largest of those that may run."""
+        """The bytes of the largest forward that may run."""
         needs = [*self._reserved.copy().values(), *more]
         steps = (one.memory.step_bytes() for one in self._models.copy().values())
         return max([*(need.forward for need in needs), *steps, 0])
@@ -112,33 +112,34 @@ class ServerMemory:
         return self.reserved + need.caches + self._forward(need) <= self.room
 
     def ever_fits(self, need: Need, beside: int = 0) -> bool:
-        """Whether a need could be reserved if nothing else was.
+        """Whether a need could be reserved if nothing else were.
 
         Args:
             need: what a request needs.
-            beside: the bytes of weights that are about to be loaded; negative, if unloaded.
+            beside: the bytes of weights that are about to be loaded; negative if about to be
+                unloaded.
         """
         return need.caches + need.forward <= self.room - beside * (1 - _RESERVE)
 
     def bound_for(self, need: Need) -> int:
-        """The least bound with room for so much, beside the models."""
+        """The smallest bound with room for a need and the models."""
         room = (need.caches + need.forward) / (1 - _RESERVE)
         return sum(self._lasting.values()) + math.ceil(room)
 
     def max_tokens_for(
         self, served: ServedModel, n_prompt: int, body: ApiBody, default: int
     ) -> int:
-        """The most tokens of an answer: what the request asks for, or as many as fit.
+        """The most tokens of an answer: the requested number, or as many as fit.
 
         Args:
             served: the model.
             n_prompt: the number of tokens of the prompt.
             body: the request.
-            default: the number of tokens if the request has none.
+            default: the number if the request has none.
 
         Raises:
             ApiError: 400, prompt and answer exceed the context; 413, their caches would not fit
-                into memory even if nothing else ran.
+                into memory even if no other request ran.
         """
         longest, needs = served.context_length or math.inf, served.memory.needs
         cuts = body.max_tokens is None or body.cuts_max_tokens
@@ -146,7 +147,7 @@ class ServerMemory:
         answer = 0 if cuts else wanted
         if n_prompt + max(1, answer) > longest:
             raise ApiError(
-                # Claude Code parses both numbers, and shortens the conversation.
+                # Claude Code parses both numbers to shorten the conversation.
                 f"the prompt is too long: {n_prompt} tokens > {max(0, longest - answer)}, since "
                 f"the model's context has {longest} and the answer may have {answer}: shorten the "
                 "prompt or ask for fewer tokens",
@@ -163,49 +164,49 @@ class ServerMemory:
         return wanted
 
     def refusal(self, n_prompt: int, max_tokens: int, need: Need) -> ApiError:
-        """The error for a request that does not fit into memory, even if nothing else ran."""
+        """The error for a request that would not fit into memory even if no other request ran."""
         needed = in_words(need.caches + need.forward + (1 << 20))
         return ApiError(
             f"{n_prompt} prompt tokens and {max_tokens} answer tokens need {needed} of memory, but "
-            f"beside its models the server has {in_words(self.room)}: shorten the prompt or ask "
+            f"the server's models leave {in_words(self.room)}: shorten the prompt or ask "
             "for fewer tokens",
             status=413,
             code="out_of_memory",
         )
 
     def spare_positions(self, served: ServedModel) -> int:
-        """How many positions of a model's caches the reserve has room for."""
+        """How many positions of a model's caches fit into the reserve."""
         each = (served.memory.bytes_for(2 * _FAR) - served.memory.bytes_for(_FAR)) // _FAR
         return self._spare // max(1, each)
 
     @property
     def _spare(self) -> int:
-        """Half of the reserve: one is for slots of several sequences, one for freed buffers."""
+        """Half of the reserve: the slots of joint steps get one half, freed buffers the other."""
         return int(self.room * _RESERVE / 2)
 
     # --- changes ---
 
     def add(self, served: ServedModel) -> None:
-        """Count a model that is loaded; a reservation under its name ends."""
+        """Count a loaded model; this ends the reservation under its name."""
         self._models[served.name] = served
         self.release(served.name)
         model = served.decoder.model
-        if hasattr(model, "leader"):  # each rank has a part of it, on a machine of its own
+        if hasattr(model, "leader"):  # each rank holds a part of it on its own machine
             held = mx.get_active_memory() + mx.get_cache_memory()
             self._bound = min(self._bound, held + together(least_free_memory, model))
         self.make_room()
 
     def remove(self, served: ServedModel) -> None:
-        """Count a model no longer, nor its idle entries."""
+        """Stop counting a model and its idle entries."""
         del self._models[served.name]
 
     def reserve(self, owner: object, need: Need) -> None:
-        """Reserve memory; idle entries make room for it.
+        """Reserve memory, evicting idle entries if necessary.
 
         Args:
-            owner: until it is passed to :meth:`release`, the memory is reserved: a request, or the
-                name of a model that is being loaded.
-            need: what a request needs, or a model's weights.
+            owner: a request, or the name of a model that is being loaded; :meth:`release` takes it
+                to end the reservation.
+            need: the need of a request, or of a model's weights.
         """
         self._reserved[owner] = need
         self.make_room()
@@ -215,16 +216,18 @@ class ServerMemory:
         self._reserved.pop(owner, None)
 
     def make_room(self) -> None:
-        """Evict idle entries, the least recently used of all models first, until all fits.
+        """Evict idle entries of all models, the least recently used first, until everything fits.
 
-        MLX keeps freed buffers for later arrays, as many as fit into their part of the reserve.
+        MLX may keep freed buffers for later arrays, up to their part of the reserve.
         """
         mx.set_cache_limit(self._spare)
         self._evict(self.room - self._forward() - self.reserved)
         self._evict(self.most_idle(), kept=self._cache_bytes is None)
 
     def _evict(self, most: int, kept: int = 0) -> None:
-        """Evict idle entries until they have at most so many bytes, or so many are left."""
+        """Evict idle entries until they take at most ``most`` bytes, or only ``kept`` entries are
+        left.
+        """
         caches = [one.cache for one in self._models.values()]
         over = sum(cache.nbytes for cache in caches) - max(0, most)
         while over > 0 and sum(cache.entries for cache in caches) > kept:
@@ -232,7 +235,7 @@ class ServerMemory:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Let MLX keep to the bound while the worker runs."""
+        """Make MLX observe the bound while the worker runs."""
         before = mx.set_memory_limit(self._bound), mx.set_cache_limit(self._spare)
         try:
             yield
@@ -242,6 +245,6 @@ class ServerMemory:
 
 
 def in_words(nbytes: int) -> str:
-    """A size for people, in the units of ``--memory``, rounded down."""
+    """A readable size in the units of ``--memory``, rounded down."""
     mebibytes = nbytes >> 20
     return f"{mebibytes / 1024:,.1f} GiB" if mebibytes >= 10_000 else f"{mebibytes:,} MiB"

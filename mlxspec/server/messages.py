@@ -1,7 +1,7 @@
 """Anthropic's Messages API: request bodies and answers.
 
-A conversation becomes the same tokens as with OpenAI's API. Fields that only concern Anthropic's
-own servers, such as ``cache_control`` and ``service_tier``, have no effect.
+A conversation gives the same tokens as with OpenAI's API. Fields that only concern Anthropic's own
+servers, such as ``cache_control`` and ``service_tier``, have no effect.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from urllib.parse import quote
 from pydantic import AliasPath, BeforeValidator, Field, PlainValidator, TypeAdapter
 
 from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
-from .body import ApiError, Body, Items, Name, read_json, without_nulls
-from .requests import ApiBody, Function, Options, Stops, ToolOutput, merged
+from .body import ApiError, Body, Items, Name, new_request_id, read_json, without_nulls
+from .requests import ApiBody, Function, OutputOptions, Stops, ToolOutput, merged
 from .worker import Begun, Ended
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
-"""The first line of Claude Code's system prompt, usually in a block of its own. It differs from
-request to request, so no prompt with it would match a cached prefix."""
+"""The first line of Claude Code's system prompt, usually in its own block. It differs in each
+request, so a prompt that has it would never match a cached prefix.
+"""
 
 
 class _Block(Body):
-    """A content block of any type. Only text is supported beside thinking and calls."""
+    """A content block of any type. Only text, thinking, calls and results are supported."""
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str = ""
@@ -85,11 +86,11 @@ class MessagesBody(ApiBody):
     enable_thinking: Annotated[
         bool | None, PlainValidator(lambda value: _thinking(value) != "disabled")
     ] = Field(None, validation_alias=AliasPath("thinking", "type"))
-    reasoning: Options = Field(Options(), validation_alias="output_config")
+    reasoning: OutputOptions = Field(OutputOptions(), validation_alias="output_config")
     stop: Stops = Field([], validation_alias="stop_sequences")
 
     unsupported = ("all", "/v1/messages")
-    cuts_max_tokens = True  # clients ask for what the largest models can write
+    cuts_max_tokens = True  # clients ask for as much as the largest models can write
 
     def for_template(self) -> list[dict[str, Any]]:
         text = "".join(_BILLING.sub("", block.text) for block in self.system)
@@ -98,13 +99,13 @@ class MessagesBody(ApiBody):
         return merged([*system, *messages])
 
     def offered(self) -> Sequence[dict[str, Any]]:
-        # All tools are shown to the model at once, whatever ``defer_loading`` is: it should not
-        # change the prompt's prefix.
+        # All tools are shown to the model from the start, whatever ``defer_loading`` is: tools
+        # added later would change the prompt's prefix.
         functions = [tool.model_dump(exclude={"type", "arguments"}) for tool in self.tools]
         return [{"type": "function", "function": without_nulls(one)} for one in functions]
 
     @property
-    def choice(self) -> tuple[str, str | None]:
+    def tool_mode(self) -> tuple[str, str | None]:
         asked = self.tool_choice
         if asked.type == "tool":
             return "function", asked.name
@@ -132,7 +133,7 @@ def _messages_of(turn: _Turn) -> Iterator[dict[str, Any]]:
 
 
 def _answer(blocks: Sequence[_Block]) -> dict[str, Any]:
-    """The assistant's message, without thinking that only Anthropic can read."""
+    """The assistant's message, without thinking that only Anthropic can decrypt."""
     message: dict[str, Any] = {"role": "assistant"}
     message["content"] = ["".join(block.text for block in blocks)]
     if reasoning := [block.thinking for block in blocks if block.thinking]:
@@ -159,16 +160,17 @@ _DELTAS = {
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""By the kind of a part: the type of its deltas, and the name of their text field."""
+"""By the kind of part: the type of its deltas, and the name of their text field."""
 
 
 def _block(part: Part, text: str) -> dict[str, Any]:
-    """The content block of a part with the given text."""
+    """The content block for a part, with this text."""
     if part.kind == "text":
         return {"type": "text", "text": text}
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": _SIGNATURE if text else ""}
-    # The id is the model's, since chat templates must accept it when the client sends it back.
+    # The id comes from the model, since chat templates must accept it when the client sends it
+    # back.
     return {"type": "tool_use", "id": part.id, "name": part.name, "input": _read_input(text)}
 
 
@@ -186,21 +188,17 @@ class MessagesAnswer(ApiAnswer):
 
     A stream begins with the first token, when the number of cached tokens is known. Until then,
     pings keep it alive. ``input_tokens`` counts the prompt tokens that were not cached.
-    ``cache_creation_input_tokens`` is always 0, since everything is cached at no charge.
+    ``cache_creation_input_tokens`` is always 0, since caching is free here.
 
     Args:
         request: the client's request.
-        model: the model's own name, which the answer shows.
+        model: the model's real name, which the answer shows.
         format: the format of the model's output.
-        request_id: the request's id, which a header and errors repeat.
     """
 
-    def __init__(
-        self, request: MessagesBody, model: str, format: OutputFormat | None, request_id: str
-    ) -> None:
+    def __init__(self, request: MessagesBody, model: str, format: OutputFormat | None) -> None:
         super().__init__([Choice(0, format)])
-        self.headers = messages_headers(model, request_id)
-        self._request_id = request_id
+        self.headers = messages_headers(model)
         self._request = request
         self._message: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}",
@@ -248,7 +246,7 @@ class MessagesAnswer(ApiAnswer):
         return framed({"type": "ping"})
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        return error.messages_body(self._request_id)
+        return error.messages_body(self.headers["request-id"])
 
     def _ending(self, choice: Choice, end: Ended) -> dict[str, Any]:
         """The fields that say why the message has ended, and its usage."""
@@ -279,7 +277,7 @@ def _usage(event: Begun | Ended, output: int = 0, thinking: int = 0) -> dict[str
     }
 
 
-def messages_headers(model: str, request_id: str) -> dict[str, str]:
-    """The response's headers: the request's id, and the own name of the model that answers."""
-    # Headers may only have Latin-1 characters, and clients disagree beyond ASCII.
-    return {"request-id": request_id, "x-mlxspec-model": quote(model, safe=" /:@+,=")}
+def messages_headers(model: str) -> dict[str, str]:
+    """The response's headers: a request id, and the real name of the model that answers."""
+    # Headers allow only Latin-1, and clients disagree about anything beyond ASCII.
+    return {"request-id": new_request_id(), "x-mlxspec-model": quote(model, safe=" /:@+,=")}

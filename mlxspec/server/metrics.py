@@ -7,8 +7,7 @@ from collections import Counter as Count
 from collections import defaultdict, deque
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from ..drafting.drafter import VerifiedStep
 
@@ -45,10 +44,12 @@ class Metrics:
         self._seconds = histogram("generation_seconds", "Time to the last token.")
         self._began = int(time.perf_counter())
         self._sums: deque[tuple[int, Count[str]]] = deque(maxlen=_HISTORY + 1)
-        """Of the last seconds, the present one included, in which something happened."""
+        """Sums for each of the last seconds in which something happened, including the current
+        one.
+        """
 
     def _sum(self, **figures: Any) -> None:
-        """Add to the sums of the present second."""
+        """Add to the sums of the current second."""
         second = int(time.perf_counter())
         if not self._sums or self._sums[-1][0] != second:
             self._sums.append((second, Count()))
@@ -56,7 +57,7 @@ class Metrics:
 
     @property
     def history(self) -> dict[str, Any]:
-        """The sums of each of the last seconds by figure, for the charts of the status page.
+        """The sums for each of the last seconds, by figure, for the status page's charts.
 
         ``end`` is the second after the last one.
         """
@@ -70,15 +71,13 @@ class Metrics:
     def totals(self) -> dict[str, int]:
         """Totals of prompt, cached and generated tokens, and of generations by outcome."""
         counted = {"prompt": self._prompt, "cached": self._cached, "generated": self._generated}
-        return {
-            **{name: _counts(counter, "_total")[""] for name, counter in counted.items()},
-            **_counts(self._ended, "_total"),
-        }
+        totals = {name: _counts(counter)[""] for name, counter in counted.items()}
+        return totals | _counts(self._ended)
 
     @property
     def sources(self) -> dict[str, dict[str, int]]:
         """The numbers of drafted and accepted tokens by source, most drafted first."""
-        drafted, accepted = (_counts(one, "_total") for one in (self._drafted, self._accepted))
+        drafted, accepted = (_counts(one) for one in (self._drafted, self._accepted))
         names = sorted(drafted, key=lambda name: -drafted[name])
         return {n: {"drafted": drafted[n], "accepted": accepted.get(n, 0)} for n in names}
 
@@ -88,20 +87,19 @@ class Metrics:
         self._prompt.inc(prompt_tokens)
         self._cached.inc(cached_tokens)
 
-    def add_step(self, step: VerifiedStep, seconds: float, plain_seconds: float | None) -> None:
+    def add_step(self, step: VerifiedStep, seconds: float, cost: float) -> None:
         """Record a sequence's part in a step.
 
         Args:
             step: the sequence's step.
             seconds: the wall time of the step.
-            plain_seconds: the time that its tokens would have taken without drafts; None if
-                unknown.
+            cost: its time according to the measured costs, in steps without drafts; NaN if unknown.
         """
         self._generated.inc(len(step.tokens))
-        # Each sequence adds its share of the forward.
+        # Each sequence counts its share of the forward.
         self._sum(generated=len(step.tokens), steps=1, forwards=1 / step.sequences)
-        if plain_seconds is not None:
-            self._sum(seconds=seconds, plain_seconds=plain_seconds)
+        if cost > 0:  # it is known; other load slows plain steps, too
+            self._sum(seconds=seconds, plain_seconds=seconds * len(step.tokens) / cost)
         origins = step.tree.node_origins
         drafted = Count(origins[1 : len(step.tree)])
         accepted = Count(origins[node] for node in step.accepted if node < len(origins))
@@ -116,16 +114,12 @@ class Metrics:
         if seconds is not None:
             self._seconds.observe(seconds)
 
-    def text(self) -> bytes:
-        """The metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
 
-
-def _counts(metric: MetricWrapperBase, suffix: str) -> dict[str, int]:
-    """The values of a metric's samples whose names have this suffix, by label or ""."""
+def _counts(metric: Counter) -> dict[str, int]:
+    """The values of a counter by label, or by "" without one."""
     (family,) = metric.collect()
     return {
         "".join(sample.labels.values()): int(sample.value)
         for sample in family.samples
-        if sample.name.endswith(suffix)
+        if sample.name.endswith("_total")
     }

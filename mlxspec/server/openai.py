@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from .. import __version__
 from ..models.tokenizer import token_bytes
@@ -43,12 +43,13 @@ class _Tool(Body):
 
 class _Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text = ""
+    content: Text = Field("", validation_alias=AliasChoices("content", "refusal"))
     name: str | None = None
     reasoning_content: str = ""
     reasoning: str = ""
     tool_calls: Items[_Tool] = []
     tool_call_id: str | None = None
+    images: Annotated[list[Any], Field(max_length=0)] = []  # Ollama's
 
     needed = dict.fromkeys(("system", "developer", "user"), ("content",))
 
@@ -87,7 +88,7 @@ class ChatBody(ApiBody):
         return self.sent.get("tools") or []  # with all fields: templates may use unknown ones
 
     @property
-    def choice(self) -> tuple[str, str | None]:
+    def tool_mode(self) -> tuple[str, str | None]:
         asked = self.tool_choice
         return (asked, None) if isinstance(asked, str) else ("function", asked.function.name)
 
@@ -104,7 +105,8 @@ _Prompts = Annotated[Items[_Prompt], Field(min_length=1, max_length=MOST_CHOICES
 class CompletionBody(ApiBody):
     """A body of ``/v1/completions``.
 
-    Choice ``i`` of the answer belongs to prompt ``i // n``. Token ids are used unchanged.
+    Choice ``i`` of the answer belongs to prompt ``i // n``. Prompts of token ids are used
+    unchanged.
     """
 
     prompt: Annotated[_Prompts, BeforeValidator(_as_prompts)]
@@ -150,7 +152,7 @@ def parse_tokenize(body: object) -> TokenizeBody | ChatBody:
 
 # --- answers ---
 
-_IMPOSSIBLE = -9999.0  # OpenAI's number for minus infinity, which JSON lacks
+_IMPOSSIBLE = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
 class ChatAnswer(ApiAnswer):
@@ -216,7 +218,7 @@ class ChatAnswer(ApiAnswer):
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {
-                # One of a prompt's choices computes the prompt; the others find it cached.
+                # One choice computes the prompt; the others find it cached.
                 "cached_tokens": sum(min(e.cached_tokens for e in group) for group in prompts),
             },
             "completion_tokens_details": {
@@ -318,7 +320,7 @@ class CompletionAnswer(ChatAnswer):
 
     def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
         chunks = []
-        for run in runs:  # at most one
+        for run in runs:  # there is at most one
             offset = len(self._echo(choice)) + len(run.part.text) - len(run.text)
             logprobs = completion_logprobs(self._tokenizer, run.pieces, offset, self._request.top)
             if run.text or logprobs:
@@ -387,7 +389,7 @@ def completion_logprobs(
 
 
 def _is_shown(piece: Piece, tokenizer: TokenizerWrapper) -> bool:
-    """Whether a token is shown: the one that ended the output is left out, as in the text."""
+    """Whether a token is shown. The token that ended the output is not, as in the text."""
     return piece.logprob is not None and piece.token not in tokenizer.eos_token_ids
 
 

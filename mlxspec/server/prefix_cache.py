@@ -1,7 +1,7 @@
 """The prefix cache: KV caches of earlier requests, which later requests continue.
 
-An entry is a :class:`mlxspec.Session`. A request whose prompt continues an entry borrows the
-session itself. A request that only shares a prefix with it gets a copy of the prefix. A lent
+An entry holds a :class:`mlxspec.Session`. A request whose prompt continues an entry borrows the
+session itself. A request that only shares a prefix with the entry gets a copy of the prefix. A lent
 session can still be copied, so concurrent requests share their common prefix.
 
 There are no locks: one thread owns the cache, its model and the generations.
@@ -12,10 +12,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -36,14 +37,16 @@ from ..errors import FileError
 from ..files import is_ours_alone
 from ..generation.session import Session
 
+_log = logging.getLogger("mlxspec.server")
+
 _LEAST = 16  # tokens; a shorter common prefix is not worth a copy
-_OPENING = 16  # tokens at a prompt's end that open the answer; a later prompt may lack them
-_WORTH_WAITING = 64  # tokens of prefill; to save fewer, no request waits for another
+_OPENING = 16  # the most tokens at a prompt's end that open the answer; later prompts may lack them
+_WORTH_WAITING = 64  # tokens of prefill; no request waits for another to save fewer
 _FORMAT = 1
 _FILES = "[0-9a-f]" * 64 + ".safetensors"
-_SAMPLES = 64  # numbers per weight that enter a model's fingerprint, roughly
+_SAMPLES = 64  # roughly the numbers of each weight that enter a model's fingerprint
 
-_uses = itertools.count(1)  # of the entries of all models, to compare which was used last
+_uses = itertools.count(1)  # counts uses over all models, to compare when entries were last used
 
 
 @dataclass(eq=False)
@@ -52,13 +55,14 @@ class _Entry:
 
     Attributes:
         tokens: the session's tokens, or the prompt's while the session is lent.
-        n_prompt: how many of the tokens a client has sent; an answer follows.
-        partition: digest of the partition's name.
+        n_prompt: how many of the tokens a client has sent; the answer's follow.
+        partition: a digest of the partition's name.
         session: the session.
         nbytes: the memory of the session.
-        branch: where other prompts continued differently; a copy is kept there for them.
+        branch: the position where other prompts diverged; a copy of the cache up to it is kept for
+            them.
         shared: whether the entry is such a copy, which is never continued itself.
-        used: when it was last used: the number of that use, of all models' entries.
+        used: the number of its last use, counted over all models' entries.
     """
 
     tokens: array[int]
@@ -71,44 +75,35 @@ class _Entry:
     used: int = 0
 
 
+@dataclass(eq=False)
 class PrefixCache:
     """Keeps the caches of requests to one model, within a memory limit.
 
-    A lent session does not count: its memory belongs to its request.
+    Lent sessions do not count towards it: their memory belongs to their requests.
 
-    Some caches (states, windows) cannot be cut to any length. There, a prompt that departs from
-    earlier prompts keeps its state at that point as an entry. Later prompts copy it: the third
-    prompt with a common prefix is the first to find it.
-
-    Args:
-        model: an mlx-lm model.
-        max_bytes: the most memory of idle entries. The least recently used make room.
-        options: the cache options, which all generations share.
-        warn: called with a line about a file that cannot be used or written.
-        chunks_matter: the decoder's method of that name, which says which prompts share nothing.
-            By default all prompts share.
+    Some caches (states, windows) cannot be cut to any length. With these, a prompt that diverges
+    from earlier prompts keeps its state at that point as an entry, which later prompts copy. So the
+    third prompt with a common prefix is the first to find it.
 
     Attributes:
+        model: an mlx-lm model.
+        max_bytes: the most memory of idle entries. The least recently used are evicted first.
+        options: the cache options, which all generations share.
+        chunks_matter: the decoder's method of that name, which says which prompts cannot share a
+            prefix. By default, all can.
         hits: how many prompts matched a cached prefix.
         misses: how many prompts did not.
         forks: how many of the hits were copies.
-        evictions: how many entries have made room for others.
+        evictions: how many entries were evicted.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        max_bytes: int,
-        options: CacheOptions | None = None,
-        warn: Callable[[str], object] = lambda line: None,
-        chunks_matter: Callable[[int, list[Any]], bool] = lambda length, caches: False,
-    ) -> None:
-        self.max_bytes = max_bytes
+    model: nn.Module
+    max_bytes: int
+    options: CacheOptions = field(default_factory=CacheOptions)
+    chunks_matter: Callable[[int, list[Any]], bool] = lambda length, caches: False
+
+    def __post_init__(self) -> None:
         self.hits = self.misses = self.forks = self.evictions = 0
-        self._model = model
-        self._options = options or CacheOptions()
-        self._warn = warn
-        self._chunks_matter = chunks_matter
         self._idle: dict[_Entry, None] = {}
         """Idle entries, the least recently used first."""
         self._lent: dict[Session, _Entry] = {}
@@ -121,7 +116,7 @@ class PrefixCache:
 
     @property
     def oldest(self) -> float:
-        """When the entry that :meth:`make_room` evicts next was last used; infinity without one."""
+        """The last use of the entry that :meth:`make_room` evicts next; infinity without one."""
         return next((entry.used for entry in self._idle), math.inf)
 
     @property
@@ -145,8 +140,8 @@ class PrefixCache:
             prompt: token ids.
             partition: the partition's name, such as the client's key. Entries of other partitions
                 are never used.
-            make_room: called before anything is copied. It may evict idle entries, among which the
-                one that is lent no longer is.
+            make_room: called before anything is copied. It may evict idle entries; an entry that is
+                being lent is no longer among them.
         """
         if self._shares_nothing(prompt):
             make_room()
@@ -168,7 +163,7 @@ class PrefixCache:
             self.misses += 1
         lent = _Entry(tokens, len(tokens), name, session)
         if not self._cuttable:
-            # No state was kept where the prompt departs from others. Keep one for later prompts.
+            # No state was kept where the prompt diverges from others. Keep one for later prompts.
             longest = max((common for common, _ in self._matches(tokens, name)), default=0)
             common = min(longest, len(tokens) - 1)
             if common - length >= _WORTH_WAITING:
@@ -179,8 +174,9 @@ class PrefixCache:
     def should_wait(self, prompt: Sequence[int], partition: str = "") -> bool:
         """Whether a running request is about to compute a prefix of this prompt.
 
-        A request that waits with :meth:`lend` until then need not compute the prefix again. If
-        several requests with one long prefix arrive at once, all but the first should wait.
+        If this request waits and calls :meth:`lend` afterwards, it need not compute the prefix
+        again. When several requests with the same long prefix arrive at once, all but the first
+        should wait.
         """
         if self._shares_nothing(prompt):
             return False
@@ -195,13 +191,13 @@ class PrefixCache:
         """The length of a prompt's prefix that a running request has yet to compute."""
         last = entry.n_prompt - 1
         coming = min(common_length(entry.tokens, tokens), len(tokens) - 1)
-        if not self._cuttable:  # it can only be copied at its marks, one of them near its end
+        if not self._cuttable:  # it can only be copied at its marks, the last of them near its end
             marks = (entry.branch, last - _OPENING)
             coming = max((mark for mark in marks if mark <= coming), default=0)
         return coming if entry.session.length < min(coming, last) else 0
 
     def give_back(self, session: Session) -> None:
-        """Take back a session and keep its contents, however its generation has ended."""
+        """Take back a session and keep its contents, however its generation ended."""
         entry = self._lent.pop(session, None)
         if entry is None:  # it shares nothing
             return
@@ -220,7 +216,7 @@ class PrefixCache:
         self.make_room(self.nbytes - self.max_bytes)
 
     def _keep_branch(self, entry: _Entry) -> None:
-        """Keep a copy of a prefix that prompts share: later states cannot be cut back to it."""
+        """Keep a copy of a shared prefix, since later states cannot be cut back to it."""
         length, name = entry.branch, entry.partition
         tokens = entry.tokens[:length]
         if not any(one.shared and one.tokens == tokens for _, one in self._matches(tokens, name)):
@@ -231,7 +227,7 @@ class PrefixCache:
         """Evict idle entries, the least recently used first.
 
         Returns:
-            the number of freed bytes; less than ``nbytes`` if no entries are left.
+            the freed bytes; fewer than ``nbytes`` if no entries are left.
         """
         freed = 0
         while freed < nbytes and self._idle:
@@ -244,7 +240,7 @@ class PrefixCache:
         return freed
 
     def _matches(self, tokens: array[int], partition: str) -> list[tuple[int, _Entry]]:
-        """A partition's entries with the lengths of their common prefix, longest first."""
+        """A partition's entries, each with the length of the common prefix, longest first."""
         found = [
             (common_length(entry.tokens, tokens), entry)
             for entry in (*self._idle, *self._lent.values())
@@ -274,22 +270,22 @@ class PrefixCache:
         return best, length, moves
 
     def _shares_nothing(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt must run as a whole, since its result depends on its chunks."""
-        return self._chunks_matter(len(prompt) - 1, self._caches)
+        """Whether a prompt must run from its beginning, since its result depends on its chunks."""
+        return self.chunks_matter(len(prompt) - 1, self._caches)
 
     def _alike(self, entry: _Entry, length: int) -> bool:
-        """Whether the cache of an entry's first tokens is what any prompt's would be.
+        """Whether the cache of an entry's first tokens would be the same with any prompt.
 
-        Where a cache was quantised depends on the prompt's length, up to a certain length.
+        Up to a certain length, the place where a cache was quantised depends on the prompt's.
         """
         first = min(entry.n_prompt - 1, length)
-        return not entry.session.quantized or first >= self._options.quantized_at
+        return not entry.session.quantized or first >= self.options.quantized_at
 
     def _continues(self, entry: _Entry, common: int) -> bool:
         """Whether an entry's session may be cut to ``common`` tokens and lent, instead of copied.
 
-        Only an answer that the client changed or left out may be lost, with the tokens that open
-        it, and only if it is no longer than the rest.
+        Cutting may lose only an answer that the client changed or left out, with the tokens that
+        open it, and only if that is no longer than the rest.
         """
         if entry.shared or entry not in self._idle:
             return False
@@ -308,28 +304,28 @@ class PrefixCache:
 
     @cached_property
     def _caches(self) -> list[Any]:
-        """Empty caches, as every prompt begins with."""
-        return make_prompt_cache(self._model, self._options.max_kv_size)
+        """Empty caches, with which every prompt begins."""
+        return make_prompt_cache(self.model, self.options.max_kv_size)
 
     # --- on disk ---
 
     def save(self, directory: Path) -> None:
-        """Write the idle entries, one file each, for :meth:`load`, and remove other such files.
+        """Write the idle entries for :meth:`load`, one file each, and remove outdated files.
 
-        An error is reported and ends the writing. Only one process may use a directory.
+        An error is reported, and stops the writing. Only one process may use a directory.
         """
         written: set[Path] = set()
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._trusts(directory):
                 return
-            for entry in self._idle:  # so that the times of the files have the order of use
+            for entry in self._idle:  # in order of use, which the files' times then show
                 written.add(self._write(entry, directory))
-            for pattern in (_FILES, f".{_FILES}.*"):  # also what a killed process has left
+            for pattern in (_FILES, f".{_FILES}.*"):  # also files that a killed process left behind
                 for path in {*directory.glob(pattern)} - written:
                     path.unlink()
         except (OSError, FileError) as error:
-            self._warn(f"the prefix cache cannot be saved: {error}")
+            _log.warning("the prefix cache cannot be saved: %s", error)
 
     def _write(self, entry: _Entry, directory: Path) -> Path:
         """Write an entry's file, unless it exists."""
@@ -347,9 +343,9 @@ class PrefixCache:
         return path
 
     def load(self, directory: Path, most: int | None = None) -> None:
-        """Make entries of files that :meth:`save` has written, those that were used last.
+        """Make entries from files that :meth:`save` wrote, the most recently used first.
 
-        Files that are damaged or belong to another model are reported and skipped, and so is a
+        Files that are damaged or belong to another model are reported and skipped, as is a
         directory that other users may write to.
 
         Args:
@@ -373,7 +369,7 @@ class PrefixCache:
             OSError: it does not exist.
         """
         if not (trusted := is_ours_alone(path)):
-            self._warn(f"{path}: ignored, since others may write to it; remove it")
+            _log.warning("%s: ignored, since other users may write to it; remove it", path)
         return trusted
 
     def _read(self, path: Path) -> _Entry | None:
@@ -381,25 +377,27 @@ class PrefixCache:
         try:
             metadata = read_prompt_cache_metadata(path)
             if metadata["model"] != self._fingerprint:
-                self._warn(f"{path}: ignored, since it is for another model, version or option")
+                _log.warning(
+                    "%s: ignored, since it was made for another model, version or options", path
+                )
                 return None
             session, n_prompt = Session.load(path), int(metadata["prompt_tokens"])
             entry = _Entry(array("i", session.tokens), n_prompt, metadata["partition"], session)
             entry.nbytes, entry.shared = session.nbytes, metadata["shared"] == "1"
             return entry
         except (OSError, FileError, ValueError, KeyError):
-            self._warn(f"{path}: ignored, since it is damaged or not from a prefix cache")
+            _log.warning("%s: ignored, since it is damaged or not from a prefix cache", path)
             return None
 
     @cached_property
     def _fingerprint(self) -> str:
         """A digest that distinguishes models, fine-tuned ones included, and cache options."""
-        options = asdict(self._options)  # with the step size, which decides what is quantised
+        options = asdict(self.options)  # the step size, too: it affects what is quantised
         versions = [version("mlx"), version("mlx-lm")]
-        described = json.dumps([_FORMAT, model_identity(self._model)["digest"], options, versions])
+        described = json.dumps([_FORMAT, model_identity(self.model)["digest"], options, versions])
         digest = hashlib.sha256(described.encode())
         samples = []
-        for _, weight in sorted(tree_flatten(self._model.parameters())):
+        for _, weight in sorted(tree_flatten(self.model.parameters())):
             spread = weight.reshape(-1)[:: max(1, weight.size // _SAMPLES)]
             samples.append(mx.contiguous(spread).view(mx.uint8))
         mx.eval(samples)

@@ -1,4 +1,4 @@
-"""Turns requests into token ids: chat templates, texts, and filling in the middle."""
+"""Turns requests into token ids: chat templates, texts, and fill-in-the-middle."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .requests import ApiBody
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, and what is known of its output.
+    """A prompt, and how to read and end its output.
 
     Attributes:
         tokens: the token ids.
-        stop_tokens: tokens that end the output, besides the model's own.
+        stop_tokens: tokens that end the output, besides the model's end tokens.
         constraint: the constraint of the output.
         format: the format of a chat's answer; None for text without markers.
     """
@@ -70,14 +70,14 @@ def chat_prompt(
     initial = tokenizer.response_initial_state or "normal"
     if _is_reasoning(request, tokenizer, text):
         initial = "reasoning"
-    # In a continued text the model itself has written the spaces.
+    # In a continued text, any space was written by the model.
     puts_space = bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
     trims_space = puts_space and not request.continued
     if request.demands_call:
         known = request.forced_tool is None or parser_name(tokenizer) in _FORMATS
         if tokenizer.response_initial_state or not known:
             raise ApiError(
-                'tool_choice: this model cannot be made to call that function; send "auto".',
+                'tool_choice: this model cannot be forced to call that function; send "auto".',
                 param="tool_choice",
             )
         if initial == "reasoning":  # a call inside reasoning would not count
@@ -101,14 +101,14 @@ def chat_prompt(
 
 
 def why_no_tools(tokenizer: TokenizerWrapper) -> str | None:
-    """What keeps a model from being offered tools; None if nothing does."""
+    """Why tools cannot be offered to a model; None if they can."""
     if not tokenizer.has_chat_template:
         return "it has no chat template"
     if tokenizer.has_tool_calling:
         return None
     if "tools" not in str(tokenizer.chat_template):
         return "its chat template has no place for them"
-    return "its chat template has no marker of calls that mlx-lm knows, such as <tool_call>"
+    return "its chat template has no call marker that mlx-lm knows, such as <tool_call>"
 
 
 def text_ids(
@@ -119,14 +119,14 @@ def text_ids(
     return cast(list[int], tokenizer.encode(text, add_special_tokens=special))
 
 
-_LONGEST_TOKEN = 128  # characters, on average over a text; most texts have four
+_LONGEST_TOKEN = 128  # characters per token, averaged over a text; most texts have four
 
 
 def check_length(text: str, param: str, longest: int | None) -> None:
     """Refuse a text that is far too long for the context, before it is tokenized.
 
     Args:
-        text: the text as the model is to read it.
+        text: the text that the model would read.
         param: the text's field in the body.
         longest: the model's context length in tokens; None if unknown.
 
@@ -202,8 +202,8 @@ def _answer_phases(
     if request.tools_shown and call_start is None:
         if request.constraint:
             raise OptionError(
-                "this model's tool calls do not begin with a single token, so it cannot be "
-                "combined with tools; leave one out"
+                "cannot be combined with tools, since this model's tool calls do not begin with a "
+                "single token: leave one out"
             )
         return None
     if not request.constraint and not calls:
@@ -223,10 +223,10 @@ _FORMATS = ("json_tools", "mistral", "qwen3_coder")
 
 
 def _calls_constraint(request: ApiBody, tokenizer: TokenizerWrapper) -> Constraint | None:
-    """The constraint of the output after a call's marker; None if the format is not known.
+    """The constraint of the output after a call's marker; None if the format is unknown.
 
-    If a call is demanded or its tool strict, its arguments match the tool's schema. Others are any
-    object.
+    If a call is demanded or its tool is strict, its arguments match the tool's schema. Otherwise
+    they may be any object.
     """
     parser, has_args = parser_name(tokenizer), "[ARGS]" in tokenizer.get_vocab()
     start = _literal(tokenizer, tokenizer.tool_call_start)
@@ -266,7 +266,7 @@ def _json_arguments(rule: str, schema: dict[str, Any]) -> list[str]:
 
 
 def _elements(rule: str, schema: dict[str, Any]) -> list[str]:
-    """The rules of arguments as Qwen 3 Coder writes them, each in an element of its own.
+    """The rules of arguments as Qwen 3 Coder writes them, each in its own element.
 
     mlx-lm's parser reads a value by its ``type``: a string is any text, without quotes.
     """
@@ -301,14 +301,17 @@ _SPACE = "(/[ \\n]{1,2}/)?"
 
 
 def _arguments_schema(tool: dict[str, Any], demanded: bool) -> dict[str, Any]:
-    """The schema of a tool's arguments in a grammar."""
+    """The schema of a tool's arguments in a grammar.
+
+    Unless the tool is strict or the request demands a call, any object matches.
+    """
     strict = _is_strict(tool)
     schema = (tool["function"].get("parameters") or {}) if strict or demanded else {}
     return {"type": "object", **schema, "x-guidance": {**ONE_LINE, "lenient": not strict}}
 
 
 def _literal(tokenizer: TokenizerWrapper, marker: str) -> str:
-    """A marker in a grammar: its token, or its text if it has several."""
+    """A marker in a grammar: its token, or its text if it is several tokens."""
     token = token_of(tokenizer, marker)
     return _quoted(marker) if token is None else f"<[{token}]>"
 
@@ -356,20 +359,21 @@ _FILL_IN: tuple[tuple[str, ...], ...] = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     ("[PREFIX]", "[SUFFIX]"),
 )
-"""Names of the tokens before the prefix, before the suffix, and after both. Without the last one
-the suffix comes first, and the output continues the prefix."""
+"""Names of the tokens before the prefix, before the suffix, and after both. Without the last token,
+the suffix comes first, and the output continues the prefix.
+"""
 
 _FILL_IN_ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "<|fim_pad|>", "<|file_sep|>", "<|file_separator|>"),
     *("<|repo_name|>", "<|cursor|>", "<file_sep>", "▁<EOT>", "<EOT>"),
 )
-"""Tokens that end a filled-in text and are not always among a model's end tokens."""
+"""Tokens that end a filled-in text, and are not always among a model's end tokens."""
 
 
 def _fill_in(
     prompt: str, suffix: str, tokenizer: TokenizerWrapper
 ) -> tuple[list[int], tuple[int, ...]]:
-    """A prompt that makes the model fill in the middle of a text, and what ends its output."""
+    """A prompt for filling in the middle of a text, and the tokens that end the output."""
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     markers = next((names for names in _FILL_IN if vocabulary.keys() >= {*names}), None)
     if markers is None:

@@ -1,7 +1,8 @@
-"""The request that every API's body is, with the fields that the APIs share.
+"""The base of every API's request body, with the fields that the APIs share.
 
 Unknown fields are ignored, since clients add their own. A known but unsupported field is an error
-that names it. Otherwise a client would assume, for instance, that the model has seen an image.
+that names the field. Otherwise a client would assume, for instance, that the model has seen an
+image.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ from .body import (
     without_nulls,
 )
 
-MOST_CHOICES = 128  # of a prompt; also the most prompts
+MOST_CHOICES = 128  # per prompt; also the most prompts
 
 
 # --- sampling ---
 
 
 def _or_none(value: object) -> object:
-    """Turn -1 into None: it means no limit or a random seed, as in other local servers."""
+    """Turn -1 into None: as in other local servers, it means no limit or a random seed."""
     value = as_integer(value)
     return None if value == -1 else value
 
@@ -70,9 +71,7 @@ class SamplingBody(Body):
     Without a seed, answers at temperatures above 0 vary.
     """
 
-    temperature: Annotated[
-        float, Field(ge=0, le=100), AfterValidator(lambda value: SamplingParams(value).temp)
-    ] = _DEFAULT.temp
+    temperature: Annotated[float, Field(ge=0, le=100)] = _DEFAULT.temp
     top_p: _Fraction = _DEFAULT.top_p
     top_k: Annotated[Annotated[int, Field(ge=0, le=2**63)] | None, _MinusOne] = _DEFAULT.top_k
     min_p: _Fraction = _DEFAULT.min_p
@@ -91,8 +90,8 @@ class SamplingBody(Body):
         """The sampling parameters of one choice.
 
         Args:
-            choice: the choice's index among a prompt's ``n``. The first choice has the seed as
-                sent, so it equals that of ``n: 1``. The others have the seeds that follow.
+            choice: the choice's index among a prompt's ``n``. The first choice uses the seed as
+                sent, so it equals the answer for ``n: 1``. The others use the seeds that follow.
             xtc_special_tokens: token ids that XTC never drops.
         """
         given = {name: getattr(self, name) for name in SamplingBody.model_fields}
@@ -120,10 +119,11 @@ def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
 
 
 def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge consecutive messages of a role: many chat templates require that roles alternate.
+    """Merge consecutive messages of the same role: many chat templates require that roles
+    alternate.
 
-    Contents and reasoning are lists of texts. They are joined at the end: ten thousand may form one
-    message.
+    Contents and reasoning are lists of texts, joined only at the end, since ten thousand may form
+    one message.
     """
     result: list[dict[str, Any]] = []
     for message in messages:
@@ -170,7 +170,7 @@ def _text_of_output(value: object) -> str:
     """The text of a tool's result: a string, or a list of parts of any type.
 
     A part that is not text is not an error, since the client's tool sent it, not the user. A note
-    stands for it.
+    replaces it.
     """
     if isinstance(value, str):
         return value
@@ -179,10 +179,10 @@ def _text_of_output(value: object) -> str:
         kind = str(part.get("type")).removeprefix("input_")
         if kind in ("text", "output_text"):
             texts.append(str(part.get("text") or ""))
-        elif kind == "tool_reference":  # refers to a tool that is offered already
+        elif kind == "tool_reference":  # refers to a tool that is already offered
             texts.append(str(part.get("tool_name")))
         else:
-            texts.append(f"[{kind[:20]}: left out, since this model reads text alone]")
+            texts.append(f"[{kind[:20]}: left out, since this model reads only text]")
     return "".join(texts)
 
 
@@ -209,7 +209,9 @@ class Function(Body):
 
 
 class ResponseFormat(Body):
-    """The answer's format. The schema is beside ``type``, or below ``json_schema`` in some APIs."""
+    """The answer's format. The schema is next to ``type``, or in some APIs inside
+    ``json_schema``.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: Any = Field(
@@ -228,7 +230,7 @@ def _of_format(value: object) -> Constraint | None:
 
 
 def _made(make: Callable[[Any], Constraint], kind: type = object) -> PlainValidator:
-    """Makes a constraint of a field's value, unless that is empty, as some clients send it."""
+    """Makes a constraint from a field's value; empty values, which some clients send, give none."""
 
     def made(value: object) -> Constraint | None:
         if value and not isinstance(value, kind):
@@ -250,7 +252,7 @@ _Grammar = Annotated[Constraint | None, _made(Constraint.grammar, str)]
 
 
 class _StructuredOutputs(Body):
-    """Constraints in vLLM's form. A kind that is not among them is an error."""
+    """Constraints in vLLM's form. Other kinds are an error."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -262,7 +264,7 @@ class _StructuredOutputs(Body):
 
 
 def _constraints(body: Body, prefix: str = "") -> Iterator[tuple[str, Constraint]]:
-    """The constraints that a body sets, by their paths."""
+    """The constraints that a body sets, by the paths of their fields."""
     for name, field in type(body).model_fields.items():
         value, path = getattr(body, name), f"{prefix}{field.validation_alias or name}"
         if isinstance(value, Constraint):
@@ -283,13 +285,18 @@ Verbosity = Literal["low", "medium", "high"]
 
 
 class Options(Body):
-    """The nested option objects of all APIs."""
+    """The nested option objects of all APIs; :class:`OutputOptions` for those with a format."""
 
     include_usage: bool = False
     drafts: bool = False
     effort: Effort | None = None
-    format: Format = None
     content: Text = ""
+
+
+class OutputOptions(Options):
+    """The options of an answer's text, as two of the APIs nest them."""
+
+    format: Format = None
 
 
 Stops = Annotated[Items[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=32)]
@@ -302,10 +309,10 @@ class ApiBody(SamplingBody):
     refuses others.
 
     Attributes:
-        sent: the whole body as it was sent, with its unknown fields.
+        sent: the whole body as sent, with unknown fields.
         param: the field with the messages or prompts.
         continues: whether the answer continues a trailing message of the assistant.
-        cuts_max_tokens: whether ``max_tokens`` is lowered to what fits, instead of refused.
+        cuts_max_tokens: whether a ``max_tokens`` that does not fit is lowered instead of refused.
     """
 
     sent: dict[str, Any] = Field({}, exclude=True, repr=False)
@@ -329,6 +336,7 @@ class ApiBody(SamplingBody):
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
     parallel_tool_calls: bool = True
+    continue_final_message: bool = True  # vLLM's
     response_format: Format = None
     guided_json: _Json = None  # vLLM's names
     guided_regex: _Regex = None
@@ -350,7 +358,7 @@ class ApiBody(SamplingBody):
 
     @property
     def top(self) -> int | None:
-        """How many of the likeliest tokens to return beside each token and its log-probability.
+        """How many of the likeliest tokens to return with each token and its log-probability.
 
         None for no log-probabilities.
         """
@@ -358,9 +366,9 @@ class ApiBody(SamplingBody):
 
     @cached_property
     def constraints(self) -> dict[str, Constraint]:
-        """The constraints of the answer's text by the fields that set them; all are the same.
+        """The constraints of the answer's text by the fields that set them; all are equal.
 
-        Clients of several servers send one constraint under several names.
+        Clients that support several servers send one constraint under several names.
         """
         return dict(_constraints(self))
 
@@ -386,13 +394,13 @@ class ApiBody(SamplingBody):
         return []
 
     @property
-    def choice(self) -> tuple[str, str | None]:
+    def tool_mode(self) -> tuple[str, str | None]:
         """The tool choice: "none", "auto", "required", or "function" and the function's name."""
         return "auto", None
 
     @cached_property
     def conversation(self) -> Sequence[dict[str, Any]]:
-        """The messages as chat templates expect them, with objects as arguments of calls."""
+        """The messages as chat templates expect them, with calls' arguments as objects."""
         messages = self.for_template()
         if messages and messages[-1] == {"role": "assistant", "content": ""}:
             messages = messages[:-1]  # nothing to continue
@@ -401,23 +409,23 @@ class ApiBody(SamplingBody):
     @cached_property
     def tools_shown(self) -> Sequence[dict[str, Any]]:
         """The tools in OpenAI's form that the model may call."""
-        return [] if self.choice[0] == "none" else self.offered()
+        return [] if self.tool_mode[0] == "none" else self.offered()
 
     @property
     def forced_tool(self) -> str | None:
         """The name of the function that must be called."""
-        return self.choice[1]
+        return self.tool_mode[1]
 
     @property
     def demands_call(self) -> bool:
         """Whether the answer must be a call."""
-        return self.choice[0] in ("required", "function")
+        return self.tool_mode[0] in ("required", "function")
 
     @property
     def continued(self) -> bool:
-        """Whether the answer continues the last message, which is the assistant's."""
-        last = self.conversation[-1]
-        return self.continues and last["role"] == "assistant" and "tool_calls" not in last
+        """Whether the answer continues the last message, a message of the assistant."""
+        last, asked = self.conversation[-1], self.continues and self.continue_final_message
+        return asked and last["role"] == "assistant" and "tool_calls" not in last
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
@@ -437,12 +445,12 @@ class ApiBody(SamplingBody):
             if constraint != self.constraint:
                 conflict = f"{path} conflicts with {self.constrained_by}"
                 raise ApiError(f"{conflict}: send one of them.", param=path)
-        word, forced = self.choice
+        word, forced = self.tool_mode
         names = [tool["function"]["name"] for tool in self.tools_shown]
         if word == "required" and not names:
             refuse("tool_choice", word, "send tools too")
         if forced is not None and forced not in names:
-            refuse("tool_choice", self.sent["tool_choice"], "name one of the tools")
+            refuse("tool_choice", forced, "name one of the tools")
         if not self.conversation and self.param != "prompt":
             raise ApiError(f"{self.param} has no text: send a user message.", param=self.param)
         return self

@@ -33,19 +33,21 @@ from .body import (
     without_nulls,
 )
 from .openai import chat_logprobs
-from .requests import ApiBody, Options, Text, TextPart, ToolOutput, Verbosity, merged
+from .requests import ApiBody, OutputOptions, Text, TextPart, ToolOutput, Verbosity, merged
 from .worker import Ended
 
 _INPUT = "input"  # the argument with the text for a custom tool
 _HOSTED = ("web_search", "image_generation", "tool_search")
-"""Type prefixes of optional tools that the server would run. Agents offer them beside their own."""
+"""Type prefixes of tools that run in OpenAI's servers. Agents offer them besides their own
+tools.
+"""
 
 
 def _callable(tools: list[_ToolBody]) -> list[_ToolBody]:
-    """The functions and custom tools among some tools, with those of their namespaces.
+    """The functions and custom tools in a list of tools, including those in namespaces.
 
-    Agents such as Codex offer a web search besides their own tools to any server, and work
-    without it. So it is left out.
+    Agents such as Codex offer a web search, besides their own tools, to any server. They work
+    without it, so it is left out.
     """
     result: list[_ToolBody] = []
     for tool in tools:
@@ -56,7 +58,7 @@ def _callable(tools: list[_ToolBody]) -> list[_ToolBody]:
             result.append(tool)
         elif not tool.type.startswith(_HOSTED):
             raise OptionError(
-                f"one has the type {shown(tool.type)}; offer tools of the type "
+                f"one has the type {shown(tool.type)}; offer tools of type "
                 '"function" or "custom", or a "namespace" of them'
             )
     return result
@@ -101,11 +103,11 @@ def _flat_name(tool: _ToolBody | _InputItem) -> str:
 
 
 def _text_schema(format: _ToolBody | None) -> dict[str, Any]:
-    """The parameters of the function that stands for a custom tool: one text.
+    """The parameters of the function that stands for a custom tool: a single text.
 
     A grammar is shown to the model but not enforced.
     """
-    about = "The text that the tool takes, as it is."
+    about = "The text to pass to the tool, unchanged."
     if format and format.type == "grammar":
         about += f" It follows this {format.syntax} grammar:\n{format.definition}"
     text = {"type": "string", "description": about}
@@ -150,7 +152,7 @@ def _as_items(value: Any) -> Any:
 
 
 class ResponsesBody(ApiBody):
-    """A body of ``/v1/responses``, whose references to stored items are replaced by the items.
+    """A body of ``/v1/responses``, with references to stored items replaced by the items.
 
     Attributes:
         earlier: the conversation that led to the previous response, and that response.
@@ -166,14 +168,14 @@ class ResponsesBody(ApiBody):
     top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
     metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # OpenAI's limit
     store: bool = True
-    text: Options = Options()
+    text: OutputOptions = OutputOptions()
     verbosity: Verbosity | None = Field(
         None, validation_alias=AliasChoices(AliasPath("text", "verbosity"), "verbosity")
     )
 
     unsupported = (*ApiBody.unsupported, "chats", "/v1/responses")
     param = "input"
-    continues = False  # an answer is a new message in this API
+    continues = False  # in this API, an answer is always a new message
 
     @property
     def top(self) -> int | None:
@@ -205,16 +207,17 @@ class ResponsesBody(ApiBody):
         return [tool.for_chat() for tool in self.known_tools.values()]
 
     @property
-    def choice(self) -> tuple[str, str | None]:
+    def tool_mode(self) -> tuple[str, str | None]:
         asked = self.tool_choice
         if isinstance(asked, str):
             return asked, None
         known = self.known_tools.items()
         names = [flat for flat, tool in known if asked.name in (tool.name, flat)]
-        return "function", next(iter(names), asked.name)  # an unknown name is refused
+        unknown = asked.type if asked.name == "-" else asked.name  # which is refused
+        return "function", next(iter(names), unknown)
 
     def repeated(self) -> dict[str, Any]:
-        """The fields that the response repeats, with the values in force."""
+        """The request's fields that the response repeats, with the values used."""
         tools = self.sent.get("tools") or ()
         return {
             **{name: getattr(self, name) for name in _REPEATED},
@@ -245,7 +248,7 @@ def parse_responses(
     Args:
         body: the JSON value of the body.
         store: the stored responses that the body may refer to.
-        partition: the part of the store that the client may use.
+        partition: the partition of the store that the client may use.
 
     Raises:
         ApiError: a field is missing, wrong or unsupported, or a response or an item that the body
@@ -260,7 +263,7 @@ def parse_responses(
 
 
 def _from_store(body: dict[str, Any], store: ResponseStore, partition: str) -> dict[str, Any]:
-    """The conversation up to the previous response's end, and the input's items.
+    """The conversation up to the end of the previous response, and the items of the input.
 
     Raises:
         ApiError: a response or an item that the body refers to is not stored.
@@ -270,7 +273,7 @@ def _from_store(body: dict[str, Any], store: ResponseStore, partition: str) -> d
         found = store.response(partition, previous)
         if not found:
             raise ApiError(
-                f"previous_response_id is {shown(previous)}, which is not or no longer stored: "
+                f"previous_response_id is {shown(previous)}, which is not stored, or no longer: "
                 "send the whole conversation as input.",
                 param="previous_response_id",
                 code="previous_response_not_found",
@@ -284,14 +287,14 @@ def _from_store(body: dict[str, Any], store: ResponseStore, partition: str) -> d
     items = items.copy()
     for index, item_id in ids.items():
         if item_id not in known:
-            remedy = "send the item itself, since no stored one has this id, or it is there already"
+            remedy = "send the item itself, since this id is not stored, or is already used"
             refuse(f"input[{index}].id", item_id, remedy)
-        items[index] = known.pop(item_id)  # once, or a short body could stand for gigabytes
+        items[index] = known.pop(item_id)  # only once, or a short body could expand to gigabytes
     return {"earlier": earlier, "input": items}
 
 
 def _is_reference(item: Any) -> bool:
-    """Whether an item of the input only has the id of a stored one."""
+    """Whether an item of the input is only the id of a stored item."""
     if not isinstance(item, dict) or not isinstance(item.get("id"), str):
         return False
     return item.get("type") == "item_reference" or item.keys() == {"id"}
@@ -330,14 +333,18 @@ class ResponseStore:
     def __init__(self, most_bytes: int = 64 * 2**20) -> None:
         self._most_bytes = most_bytes
         self._kept: OrderedDict[tuple[str, str], bytes] = OrderedDict()
-        """The JSON by partition and response id; it takes a third of the memory of its objects."""
+        """The JSON by partition and response id; as objects it would take three times the
+        memory.
+        """
         self.nbytes = 0
         self._changing = threading.Lock()
 
     def put(
         self, partition: str, response: dict[str, Any], given: Sequence[dict[str, Any]]
     ) -> None:
-        """Store a response and all items before it; the least recently used ones make room."""
+        """Store a response and all items before it; the least recently used responses are
+        dropped.
+        """
         text = json.dumps([response, [*given]]).encode()
         with self._changing:
             self._kept[partition, response["id"]] = text
@@ -359,7 +366,7 @@ class ResponseStore:
         return response, given
 
     def items(self, partition: str, ids: Set[str]) -> dict[str, dict[str, Any]]:
-        """The items of the partition's answers by id, among them those with the given ids."""
+        """Items of the partition's answers by id, including those with the given ids."""
         numbers = {item_id.split("_")[1] for item_id in ids if "_" in item_id}
         found = [self.response(partition, f"resp_{number}") for number in numbers]
         answers = [response for response, _ in filter(None, found)]
@@ -381,7 +388,7 @@ class ResponsesAnswer(ApiAnswer):
     """The answer of ``/v1/responses``.
 
     Events are numbered by ``sequence_number``. The keep-alive repeats ``response.in_progress``,
-    since some clients do not accept comments as signs of life. The stream ends with
+    since some clients do not accept comments as keep-alives. The stream ends with
     ``response.completed``, with ``response.incomplete`` if the output was cut off, or with
     ``response.failed``.
 
@@ -450,7 +457,7 @@ class ResponsesAnswer(ApiAnswer):
         return self._response
 
     def keep_alive(self) -> str:
-        return "".join(map(framed, self.begun() or [self._lifecycle("in_progress")]))
+        return framed(self._lifecycle("in_progress"))
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         code = "server_error" if error.status >= 500 else "invalid_prompt"
@@ -479,7 +486,7 @@ class ResponsesAnswer(ApiAnswer):
         return self._event(kind, response=self._response.copy())
 
     def _events_of(self, run: TextRun) -> Iterator[dict[str, Any]]:
-        """The events of an item, which has at most one content part."""
+        """The events for a run of an item's text; an item has at most one content part."""
         position, text, kind = run.position, run.text, self._kind_of(run.part)
         empty, name = replace(run.part, text="", pieces=[]), _ITEMS[kind][1]
         item = self._item(position, empty, "in_progress")
@@ -490,7 +497,7 @@ class ResponsesAnswer(ApiAnswer):
             yield self._event("output_item.added", output_index=position, item=item)
             if has_content:
                 yield self._event("content_part.added", **place, part=self._content(empty))
-        if kind == "custom":  # its JSON cannot be read before it ends
+        if kind == "custom":  # its JSON cannot be parsed before it ends
             text = _whole_input(run.part.text) if run.ends else ""
         if text:
             logprobs = chat_logprobs(self._tokenizer, run.pieces) if kind == "text" else None
@@ -546,10 +553,10 @@ _ITEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "call": ("fc", "function_call_arguments", {"type": "function_call", "arguments": ""}),
     "custom": ("ctc", "custom_tool_call_input", {"type": "custom_tool_call", "input": ""}),
 }
-"""By kind: the prefix of the item's id, the name of its text in events, and its first fields."""
+"""By kind of item: the prefix of its id, the name of its text in events, and its first fields."""
 
 _DONE = ("text", "logprobs", "arguments", "input", "name")
-"""Fields of an item or its content that the event at the end of its text repeats."""
+"""Fields of an item or its content that are repeated in the event at the end of its text."""
 
 
 def _usage(choice: Choice, end: Ended) -> dict[str, Any]:
@@ -557,7 +564,7 @@ def _usage(choice: Choice, end: Ended) -> dict[str, Any]:
         "input_tokens": end.prompt_tokens,
         "input_tokens_details": {
             "cached_tokens": end.cached_tokens,
-            # All computed tokens are cached for later prompts.
+            # Every token that was computed is cached for later prompts.
             "cache_write_tokens": end.prompt_tokens - end.cached_tokens,
         },
         "output_tokens": end.completion_tokens,
@@ -567,7 +574,7 @@ def _usage(choice: Choice, end: Ended) -> dict[str, Any]:
 
 
 def _whole_input(written: str) -> str:
-    """The text for a custom tool, or all that the model wrote if its JSON is invalid.
+    """The text for a custom tool; if its JSON is invalid, everything that the model wrote.
 
     Backslashes that JSON does not allow are escaped: models do not escape regular expressions.
     """

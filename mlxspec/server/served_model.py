@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,6 @@ from ..engine.params import CacheOptions
 from ..engine.target import UNDOABLE, together, vocabulary_size
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto
-from ..generation.options import GenerationOptions
 from ..generation.session import MARKS
 from .prefix_cache import PrefixCache
 
@@ -30,53 +30,48 @@ if TYPE_CHECKING:
     from ..engine.heads import TrainedHead
 
 _STEP = 256  # positions by which caches grow
-_SLACK = 16 + _STEP  # positions that a window holds beyond its size
-_ROWS = 64  # rows of a step of all sequences; more rarely pay
+_SLACK = 16 + _STEP  # positions that a window's cache holds beyond its size
+_ROWS = 64  # rows of a joint step; more rarely pay
 _SCORES = 4  # arrays over the vocabulary for each row: logits, log-probabilities, filters
 
 
 class Need(NamedTuple):
-    """The memory that a request may take.
+    """The memory that a request may need.
 
     Attributes:
-        caches: bytes of its caches and of the index that it drafts from, which are its own.
-        forward: bytes of the buffers of its largest forward; forwards follow each other.
+        caches: the bytes of its own caches, and of the index that it drafts from.
+        forward: the bytes of buffers in its largest forward; only one forward runs at a time.
     """
 
     caches: int
     forward: int = 0
 
 
+@dataclass(eq=False)
 class CacheMemory:
-    """What one model's weights, caches and forwards take.
+    """The memory that one model's weights, caches and forwards need.
 
-    Args:
+    Attributes:
         model: an mlx-lm model, with its weights in memory.
         options: the cache options.
         draft_model: the draft model of its requests, if any.
-
-    Attributes:
-        options: the cache options.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: CacheOptions | None = None,
-        draft_model: nn.Module | None = None,
-    ) -> None:
-        self._draft = CacheMemory(draft_model) if draft_model else None
-        self.options = options or CacheOptions()
-        self._model = model
-        self._plain = cache_kinds(model, self.options)
+    model: nn.Module
+    options: CacheOptions = field(default_factory=CacheOptions)
+    draft_model: nn.Module | None = None
+
+    def __post_init__(self) -> None:
+        self._draft = CacheMemory(self.draft_model) if self.draft_model else None
+        self._plain = cache_kinds(self.model, self.options)
         self._quantized: list[CacheKind] = []
         if self.options.kv_bits is not None:
-            self._quantized = cache_kinds(model, self.options, quantized=True)
-        self._trained: TrainedHead | None = getattr(model, "trained_head", None)
+            self._quantized = cache_kinds(self.model, self.options, quantized=True)
+        self._trained: TrainedHead | None = getattr(self.model, "trained_head", None)
         self._waiting = self._trained.new_cache(0).waiting_bytes(_ROWS) if self._trained else 0
 
     def needs(self, tokens: int) -> Need:
-        """What a request takes whose prompt and answer have so many tokens."""
+        """The memory that a request needs for ``tokens`` tokens of prompt and answer."""
         caches = self.bytes_for(tokens) + MOST_BYTES * tokens
         chunk = min(tokens, self.options.prefill_step_size)
         forward = max(self.forward_bytes(tokens, chunk), self.step_bytes(tokens))
@@ -86,14 +81,14 @@ class CacheMemory:
         return Need(caches, forward)
 
     def bytes_for(self, tokens: int) -> int:
-        """The most bytes that the caches of one sequence with a session take.
+        """The most bytes that the caches of one sequence, with its session, can take.
 
         Args:
             tokens: the number of tokens of the prompt and the answer.
         """
         if not self._quantized:
             return self._waiting + _taken(self._plain, tokens)
-        # A whole chunk of the prompt is cached before the cache is quantised.
+        # A whole chunk of the prompt is cached before it is quantised.
         start = self.options.quantized_kv_start + self.options.prefill_step_size
         first = min(tokens, start)
         at_first = _taken(self._plain, first) + _taken(self._quantized, first)
@@ -101,34 +96,36 @@ class CacheMemory:
 
     @cached_property
     def weights(self) -> int:
-        """The bytes of all weights, a trained head's and a draft model's included."""
-        modules = [self._model, *([self._trained.head] if self._trained else ())]
+        """The bytes of all weights, including those of a trained head and a draft model."""
+        modules = [self.model, *([self._trained.head] if self._trained else ())]
         arrays = [array for module in modules for _, array in tree_flatten(module.parameters())]
         own = sum(array.nbytes for array in {id(array): array for array in arrays}.values())
         return own + (self._draft.weights if self._draft else 0)
 
     def forward_bytes(self, tokens: int, rows: int) -> int:
-        """The memory of a forward over so many rows of a prompt, besides the caches.
+        """The memory of a forward over ``rows`` rows of a prompt, without the caches.
 
-        It is measured with forwards over a few rows.
+        It is extrapolated from forwards over a few rows.
 
         Args:
             tokens: the length of the context that the rows attend to.
-            rows: theirs.
+            rows: the number of rows.
         """
         (row, row_and_position), _ = self._measured
         return int(rows * (row + row_and_position * tokens))
 
     def step_bytes(self, tokens: int = 0) -> int:
-        """The same for the largest step of all sequences, with the scores of its rows."""
+        """The memory of the largest joint step, with the scores of its rows, without the caches."""
         return self.forward_bytes(tokens, _ROWS) + _ROWS * self._measured[1]
 
     @cached_property
     def _measured(self) -> tuple[tuple[int, float], int]:
-        """What :func:`forward_memory` returns, and the bytes of the scores of a step's row."""
+        """The result of :func:`forward_memory`, and the bytes of the scores of one row of a
+        step.
+        """
         with mx.stream(generation_stream):
-            found = together(forward_memory, self._model, self.options.max_kv_size)
-        return found, _SCORES * 4 * vocabulary_size(self._model)
+            found = together(forward_memory, self.model, self.options.max_kv_size)
+        return found, _SCORES * 4 * vocabulary_size(self.model)
 
 
 def _taken(kinds: list[CacheKind], tokens: int) -> int:
@@ -136,7 +133,7 @@ def _taken(kinds: list[CacheKind], tokens: int) -> int:
 
 
 def _taken_by_one(kind: CacheKind, tokens: int) -> int:
-    """The size of one cache, including the earlier states that it can be rewound to."""
+    """The size of one cache, including the earlier states kept for rewinding."""
     if kind.state_bytes is not None:
         return kind.state_bytes * (1 + MARKS + UNDOABLE)
     each = kind.bytes_per_position or 0
@@ -155,32 +152,39 @@ _TOKENS_APART = MAX_TOKENS // 4
 class ServedModel:
     """A served model.
 
-    Each partition, such as a client's key, drafts from its own answers only. It also learns from
-    them only how likely drafts are right. Otherwise accepted drafts, and the speed of answers,
-    would reveal one client's answers to another. The least recently used partitions are forgotten.
+    Each partition, such as a client's key, drafts only from its own answers, and learns only from
+    them how likely drafts are right. Otherwise accepted drafts, and the speed of answers, would
+    reveal one client's answers to another. The least recently used partitions are forgotten.
 
     Attributes:
         name: the model's name in requests.
-        decoder: the decoder, with its model loaded and its costs known.
-        cache: the prefix cache.
-        memory: what its caches and forwards take.
-        options: default generation options, overridden by a request's.
+        decoder: the decoder, with its model loaded.
+        caches: the cache options of all requests.
+        most_cached: the most bytes of the prefix cache's idle entries.
         template_arguments: default arguments of the chat template, overridden by a request's.
-        owner: the partition that uses the decoder's own memory. The others have memories of their
-            own, in the process only.
+        owner: the partition that uses the decoder's own memory of answers. The others have separate
+            ones, which are not kept on disk.
+        memory: the memory needs of its weights, caches and forwards.
+        cache: the prefix cache.
     """
 
     name: str
     decoder: Decoder
-    cache: PrefixCache
-    memory: CacheMemory
-    options: GenerationOptions = field(default_factory=GenerationOptions)
+    caches: CacheOptions = field(default_factory=CacheOptions)
+    most_cached: int = sys.maxsize
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     owner: str = field(default="", repr=False)
     _apart: OrderedDict[str, Decoder] = field(
         default_factory=OrderedDict, init=False, repr=False, compare=False
     )
     """The decoders of other partitions, the least recently used first."""
+
+    def __post_init__(self) -> None:
+        decoder, draft_model = self.decoder, getattr(self.decoder.drafting, "draft_model", None)
+        self.memory = CacheMemory(decoder.model, self.caches, draft_model)
+        self.cache = PrefixCache(
+            decoder.model, self.most_cached, self.caches, decoder.chunks_matter
+        )
 
     @property
     def context_length(self) -> int | None:

@@ -1,4 +1,4 @@
-"""The worker thread, which runs the models: it takes requests and sends events of generations."""
+"""The worker thread, which runs the models: takes requests and sends the generations' events."""
 
 from __future__ import annotations
 
@@ -107,7 +107,6 @@ class ServedRequest(Request):
         prompt: token ids.
         max_tokens: the most tokens to generate.
         options: as for :meth:`mlxspec.Decoder.stream`.
-        index: the choice's index, which its events have.
         prediction: token ids that the client expects as output.
         top_logprobs: how many of the likeliest tokens its events have; None for no
             log-probabilities.
@@ -118,16 +117,19 @@ class ServedRequest(Request):
 
     Attributes:
         number: the request's number in this process.
+        index: the choice's index, which its events carry.
         stream: the stream of its events.
+        index: the choice's index, which its events have.
         session: what the prefix cache has lent to it.
         asked: when it arrived, by ``time.perf_counter``.
         first_token: when its first token was generated.
         need: the memory that it may take.
         failure: the error that ended it; None if it ended otherwise.
-        outcome: how it has ended, in a word; None while it runs.
+        outcome: one word for how it ended; None while it runs.
     """
 
     stream: EventStream
+    index: int
     session: Session | None = None
 
     def __init__(
@@ -137,13 +139,12 @@ class ServedRequest(Request):
         max_tokens: int,
         options: GenerationOptions,
         *,
-        index: int = 0,
         prediction: Sequence[int] = (),
         top_logprobs: int | None = None,
         partition: str = "",
     ) -> None:
         decoder = served.decoder
-        given = cast(GenerationOptions, {**served.options, **options})
+        given = cast(GenerationOptions, {**vars(served.caches), **options})
         super().__init__(
             *(decoder, prompt, max_tokens, given),
             partial(served.make_drafter, prediction, partition),
@@ -152,7 +153,6 @@ class ServedRequest(Request):
         self.at_end = self._end
         self.number = next(_numbers)
         self.served = served
-        self.index = index
         self.top_logprobs = top_logprobs
         self.partition = partition
         self.asked = time.perf_counter()
@@ -163,7 +163,6 @@ class ServedRequest(Request):
 
     def figures(self) -> dict[str, Any]:
         """The request's state and figures, as JSON."""
-        plain, seconds = self.plain_seconds, self.decode_seconds
         figures = {
             "number": self.number,
             "model": self.served.name,
@@ -175,8 +174,7 @@ class ServedRequest(Request):
             "max_tokens": self.max_tokens,
             "first_token": self.first_token - self.asked if self.first_token else None,
             "tokens_per_step": self.stats.tokens_per_step or None,
-            # The speed of its steps relative to plain ones.
-            "gain": plain / seconds if plain and seconds else None,
+            "gain": self.stats.gain,
             "seconds": time.perf_counter() - self.asked,
         }
         return {k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items()}
@@ -186,9 +184,9 @@ class ServedRequest(Request):
         self.session = self.lease = self.served.cache.lend(self.prompt, self.partition, make_room)
         super().start()
 
-    def on_step(self, step: VerifiedStep, seconds: float, plain_seconds: float | None) -> None:
-        super().on_step(step, seconds, plain_seconds)
-        self.stream.worker.metrics.add_step(step, seconds, plain_seconds)
+    def on_step(self, step: VerifiedStep, seconds: float, cost: float) -> None:
+        super().on_step(step, seconds, cost)
+        self.stream.worker.metrics.add_step(step, seconds, cost)
 
     def _send(self, response: GenerationResponse) -> None:
         """Turn a response into events."""
@@ -210,7 +208,7 @@ class ServedRequest(Request):
             self.stream.worker.end_of(self, _failure(self.error, self.decoder))
         else:
             stop = self.output.stop_string if self.finish_reason else None
-            ended = Ended(  # with "stop" if it was cancelled without an error
+            ended = Ended(  # "stop" if it was cancelled without an error
                 *(self.index, self.finish_reason or "stop", len(self.prompt), self.n_cached),
                 *(self.generated, self.stats.drafted, self.stats.accepted, stop),
             )
@@ -220,13 +218,13 @@ class ServedRequest(Request):
                 self.served.cache.give_back(self.session)
                 self.stream.worker.memory.make_room()
         except Exception:
-            _log.exception("the caches of a prompt could not be kept")
+            _log.exception("a prompt's caches could not be kept")
         # The stream refers to this request, so its caches would wait for the garbage collector.
         self.session = None
 
 
 def _failure(error: Exception, decoder: LoadedModel) -> ApiError:
-    """The client's error for the exception that ended a generation."""
+    """The error that a client gets for the exception that ended a generation."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, MlxspecError):
@@ -242,32 +240,32 @@ class EventStream(RequestStream):
 
     Args:
         worker: the worker that runs the requests.
-        requests: one request for each choice.
+        requests: one request for each choice, in order.
     """
 
     def __init__(self, worker: Worker, requests: Sequence[ServedRequest]) -> None:
         super().__init__()
         self.worker = worker
         self.requests = requests
-        for request in requests:
-            request.stream = self
+        for index, request in enumerate(requests):
+            request.stream, request.index = self, index
 
-    async def events(self, keep_alive: float) -> AsyncGenerator[list[Event], None]:
+    async def events(self, patience: float) -> AsyncGenerator[list[Event], None]:
         """Yield the events in batches, until all generations have ended.
 
         Leaving the loop early ends the generations.
 
         Args:
-            keep_alive: seconds without an event before an empty list is yielded.
+            patience: seconds without an event before an empty list is yielded.
 
         Raises:
-            ApiError: a generation has failed; the others are ended.
+            ApiError: a generation failed; the others are ended, too.
         """
         left = len(self.requests)
         try:
             while left:
                 try:
-                    async with asyncio.timeout(keep_alive):
+                    async with asyncio.timeout(patience):
                         request, batch = await self.batches.get()
                 except TimeoutError:
                     yield []
@@ -282,7 +280,7 @@ class EventStream(RequestStream):
             self.close()
 
     def stop(self, finished: Callable[[int], bool]) -> None:
-        """End each generation whose choice, by its index, is finished, as if the model had."""
+        """End each generation whose choice index is finished, as if the model had ended it."""
         for request in self.requests:
             if request.state in (State.DECODE, State.PAUSED) and finished(request.index):
                 self._tell(request, Engine.cancel)
@@ -323,8 +321,8 @@ class ModelQueue(Engine):
     def next_waiting(self) -> Request | None:
         """The next waiting request, if it fits into memory beside those that run.
 
-        A request is skipped while another one computes a prefix of its prompt, which it will then
-        find in the cache. One that no longer fits even alone, since other programs have taken
+        A request is skipped while another computes a prefix of its prompt, which it will then find
+        in the cache. A request that no longer fits even alone, since other programs have taken
         memory, is refused.
         """
         memory = self._worker.memory
@@ -345,13 +343,13 @@ class ModelQueue(Engine):
 
 # --- the worker ---
 
-_RETRY_AFTER = 5  # seconds, in responses that say that the queue is full
+_RETRY_AFTER = 5  # seconds; sent when the queue is full
 _RECENT = 12  # ended requests whose figures are kept
 _OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
 
 
 class Worker(EngineThread):
-    """Runs generations of one or several models in a thread of its own.
+    """Runs the generations of one or several models in its own thread.
 
     Args:
         active: the most running generations of a model.
@@ -364,7 +362,7 @@ class Worker(EngineThread):
         memory: the memory that the models share.
         metrics: the server's metrics.
         requests: the requests that have not ended, in order of arrival.
-        recent: the figures of the requests that ended last, with the times of their ends.
+        recent: the figures of the requests that ended last, with the times when they ended.
     """
 
     def __init__(
@@ -384,7 +382,7 @@ class Worker(EngineThread):
         self.requests: list[ServedRequest] = []
         self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self._first: ServedRequest | None = None
-        """The request that came first of those that wait for memory."""
+        """The earliest request that waits for memory."""
 
     @property
     def models(self) -> dict[str, ServedModel]:
@@ -392,25 +390,20 @@ class Worker(EngineThread):
         queues = cast(dict[str, ModelQueue], self.engines.copy())
         return {name: queue.served for name, queue in queues.items()}
 
-    @property
-    def ready(self) -> bool:
-        """Whether requests are answered."""
-        return not self.ending
-
     def stop(self) -> None:
-        """End all generations and the thread, and wait for its end."""
-        self.end(ApiError("the server is ending", status=503))
+        """End all generations and the thread, and wait until it has ended."""
+        self.end(ApiError("the server is shutting down", status=503))
         self.join()
 
     def fail(self, error: ApiError) -> None:
-        """End all requests with an error, from any thread: the worker's own may never return."""
+        """End all requests with an error, from any thread: the worker's thread may never return."""
         self.end(error)
         for request in self.requests.copy():
             self.send(request.stream, request, error)
         self.deliver()
 
     def check_queue(self, served: ServedModel, count: int) -> None:
-        """Check that so many more generations may wait for a model.
+        """Check that ``count`` more generations may wait for a model.
 
         Raises:
             ApiError: 429, the queue is full.
@@ -421,7 +414,7 @@ class Worker(EngineThread):
         if waiting + count > self.queued + free:
             self.metrics.add_end("refused")
             raise ApiError(
-                f"{waiting} generations are waiting already, and {self.queued} may: try again "
+                f"{waiting} generations are waiting, and at most {self.queued} may: try again "
                 "later, or ask for fewer choices",
                 status=429,
                 code="queue_full",
@@ -432,7 +425,7 @@ class Worker(EngineThread):
         """Queue generations, all or none; called in an event loop.
 
         Raises:
-            ApiError: 429, the queue is full; 503, the server is ending.
+            ApiError: 429, the queue is full; 503, the server is shutting down.
         """
         if self.ending:
             raise self.ending
@@ -449,14 +442,15 @@ class Worker(EngineThread):
             super()._run()
 
     def open(self, served: ServedModel) -> None:
-        """Begin to answer requests to a model, after its first steps: MLX compiles them.
+        """Begin to answer requests to a model, after its first steps, for which MLX compiles
+        kernels.
 
         Raises:
             ApiError: 413, not even a request of one token fits into memory beside it.
         """
         decoder, least = served.decoder, served.memory.needs(1)
-        if decoder.plans:
-            _ = decoder.costs  # measured now, if they are unknown
+        if decoder.drafting.plans:
+            _ = decoder.costs  # measures them if they are unknown
         warm_up = Engine(decoder)
         for prompt in ([1, 1], [1, 1, 1]):
             warm_up.add(Request(decoder, prompt, 8, {}, NoDraft))
@@ -466,8 +460,8 @@ class Worker(EngineThread):
             bound = in_words(self.memory.bound_for(least) + (1 << 20))
             self.memory.remove(served)
             raise ApiError(
-                f"{in_words(self.memory.limit)} of memory are too little for "
-                f"{shown(served.name)}: allow at least {bound} with --memory, where the machine "
+                f"{in_words(self.memory.limit)} of memory is too little for "
+                f"{shown(served.name)}: allow at least {bound} with --memory, if the machine "
                 "has them, or use a smaller or more quantised model",
                 status=413,
                 param="model",
@@ -476,13 +470,13 @@ class Worker(EngineThread):
         self.engines[served.name] = ModelQueue(served, self)
 
     def leave(self, served: ServedModel) -> None:
-        """Answer no more requests to a model."""
+        """Stop answering requests to a model."""
         self.engines.pop(served.name).close()
         self.memory.remove(served)
-        self._first = None  # it would hold the model's memory
+        self._first = None  # a reference would keep the model in memory
 
     def admits(self, request: ServedRequest) -> bool:
-        """Whether a request may start: it fits, and none that came earlier waits for memory."""
+        """Whether a request may start: it fits, and no earlier request waits for memory."""
         first = self._first
         if first and first.state is State.WAITING and first.number < request.number:
             return False

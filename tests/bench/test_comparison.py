@@ -36,7 +36,5 @@ def test_every_policy_is_replayed_on_every_chip() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "lookahead", "warp"])
 def test_what_is_not_replayed_is_named_with_what_is(name: str) -> None:
-    with pytest.raises(
-        OptionError, match=f"no decoder here is named '{name}': choose among auto, "
-    ):
+    with pytest.raises(OptionError, match=f"there is no decoder '{name}': choose from auto, "):
         chosen(name, POLICIES)

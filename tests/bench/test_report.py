@@ -99,8 +99,8 @@ def test_near_ties_are_counted_and_keep_the_speedup() -> None:
     assert result["wrong"] == []
     assert result["exactness"] == {"outputs": 1, "differ": 1, "largest_margin": 3e-5}
     assert exactness(result) == (
-        "0 of 1 outputs are identical to plain decoding's, in float16. Where an output parts from "
-        "it, the two tokens' logits are at most 3e-05 apart."
+        "0 of 1 outputs are identical to plain decoding's, in float16. Where an output diverges "
+        "from it, the two tokens' logits are at most 3e-05 apart."
     )
 
 

@@ -196,14 +196,14 @@ def test_a_wrong_field_is_named_and_not_quoted(path: str, value: object) -> None
     with pytest.raises(OptionError) as refused:
         read(json.dumps(changed(path, value)))
     message = str(refused.value)
-    assert message.startswith("the report is wrong: ")
+    assert message.startswith("invalid report: ")
     assert message.count("\n") == 0
     assert not any(part in message for part in ("<", "../", "alert", "example.org", "Buy"))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "1e999", "[" * 50_000, '{"a":' * 9_000])
 def test_what_is_no_report_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match="the report is wrong: the report: "):
+    with pytest.raises(OptionError, match="invalid report: the report: "):
         read(text)
 
 
@@ -234,7 +234,7 @@ def test_whatever_a_field_holds_it_is_refused_or_plain(path: str, value: object)
 def test_what_cannot_be_sent_is_one_line_that_names_it() -> None:
     report = bench()
     report["model"]["type"] = "my model"
-    with pytest.raises(OptionError, match=r"^the report is wrong: model\.type: "):
+    with pytest.raises(OptionError, match=r"^invalid report: model\.type: "):
         BenchReport.of(report)
 
 

@@ -135,11 +135,11 @@ def test_a_prompt_cache_remembers_its_adapters(lora: Path, dora: Path, tmp_path:
     for more in ((), ("--adapter-path", dora)):
         other = run(generate_command, *options, *more)
         assert other.exit_code == 1
-        assert f"was made with --adapter-path {lora}: name the same" in other.stderr
+        assert f"was made with --adapter-path {lora}: give the same" in other.stderr
     assert run(cache_prompt_command, *arguments, "--force").exit_code == 0
     assert answer() != with_adapters
     other = run(generate_command, *options, "--adapter-path", lora)
-    assert other.stderr.endswith("was made with --adapter-path none: name the same\n")
+    assert other.stderr.endswith("was made with --adapter-path none: give the same\n")
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_nothing_is_downloaded_for_a_bad_directory(monkeypatch: pytest.MonkeyPat
         (
             serve_command,
             ("--models", "all"),
-            "are for models that are named: name a MODEL",
+            "apply to models that are named: name a MODEL",
         ),
         (chat_command, ("--server", "http://127.0.0.1:1"), "options for drafts, caches, adapters"),
     ],

@@ -73,8 +73,8 @@ def test_commands_of_a_pipe_save_load_and_take_back(endless: Path, tmp_path: Pat
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": LINE},
     ]
-    assert "Took back: b\n" in result.stderr
-    assert "Loaded 1 turn.\nTook back: a\nSystem prompt: Be brief.\n" in result.stderr
+    assert "Removed: b\n" in result.stderr
+    assert "Loaded 1 turn.\nRemoved: a\nSystem prompt: Be brief.\n" in result.stderr
     result = chat("--model", endless, "--load", path, "--max-tokens", 5, stdin=f"c\n/save {path}\n")
     assert [message["content"] for message in messages(path)[1::2]] == ["a", "c"]
     result = chat("--model", endless, "--load", path, stdin=f"/save {tmp_path}\n")
@@ -324,7 +324,7 @@ def test_an_answer_that_is_cut_says_by_what_and_how_to_get_another(
         window.read(until="temp is -1")
         window.read(until=PROMPT)
         window.type("/undo\r")
-        window.read(until="Took back: go on")
+        window.read(until="Removed: go on")
         window.read(until=PROMPT)
         window.type("/retry\r")
         window.read(until="nothing has been said yet")
@@ -338,7 +338,7 @@ def test_commands_are_completed_while_they_are_typed(endless: Path, tmp_path: Pa
         process = start(endless, window.terminal, "--no-history", max_tokens=3)
         window.read(until=PROMPT)
         window.type("/und")
-        window.read(until="take back the last message")
+        window.read(until="remove the last message")
         window.type("\t\r")
         window.read(until="nothing has been said yet")
         window.read(until=PROMPT)

@@ -80,11 +80,11 @@ def test_comments_stay_and_a_directory_is_found_from_everywhere(file: Path, tmp_
         (("set", "max-tokens", "many"), "max-tokens is 'many': 'many' is not a valid integer"),
         (("set", "max-tokens", "0"), "max-tokens is '0': 0 is not in the range x>=1"),
         (("set", "temp", "-1"), "temp is '-1': -1.0 is not in the range x>=0"),
-        (("set", "mlx-settings", "MLX_RANK=1"), "mlx-settings is 'MLX_RANK=1': give whole numbers"),
-        (("set", "mlx-settings", "MLX_METAL_FAST_SYNCH=0"), "1 or more for MLX_METAL_FAST_SYNCH"),
+        (("set", "mlx-settings", "MLX_RANK=1"), "mlx-settings is 'MLX_RANK=1': set any of"),
+        (("set", "mlx-settings", "MLX_METAL_FAST_SYNCH=0"), "whole numbers of 1 or more"),
         (("set", "mlx-settings", "MLX_METAL_FAST_SYNCH=1,"), "mlx-settings is"),
-        (("set", "alias.a/b", REPOSITORY), "alias.a/b: name it with letters"),
-        (("set", "alias.", REPOSITORY), "alias.: name it with letters"),
+        (("set", "alias.a/b", REPOSITORY), "alias.a/b: use only letters"),
+        (("set", "alias.", REPOSITORY), "alias.: use only letters"),
     ],
 )
 def test_what_cannot_be_set_is_one_line(arguments: tuple[str, ...], told: str, file: Path):
@@ -112,8 +112,8 @@ def test_an_alias_of_another_one_stands_for_its_model():
         (b"modle = 'x'\n", "unknown setting 'modle'"),
         (b"max-tokens = [1]\n", "max-tokens is [1]: "),
         (b"alias = 'x'\n", "unknown setting 'alias'"),
-        (b"mlx-settings = 'a=1'\n", "mlx-settings is 'a=1': give whole numbers"),
-        (b"[alias]\n'a/b' = 'demo'\n", "alias.a/b: name it with letters"),
+        (b"mlx-settings = 'a=1'\n", "mlx-settings is 'a=1': set any of"),
+        (b"[alias]\n'a/b' = 'demo'\n", "alias.a/b: use only letters"),
     ],
 )
 def test_a_broken_file_is_one_line_that_names_it(content: bytes, told: str, file: Path):
@@ -172,7 +172,7 @@ SETTING = "MLX_MAX_MB_PER_BUFFER=512,MLX_MAX_OPS_PER_BUFFER=100"
 def test_mlx_s_settings_are_in_the_environment_which_overrides_them(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    assert run("config", "set", "mlx-settings", SETTING).stdout == f"mlx-settings is {SETTING}.\n"
+    assert run("config", "set", "mlx-settings", SETTING).stdout == f"mlx-settings: {SETTING}\n"
     assert f"mlx-settings  {SETTING}" in run("config").stdout
     monkeypatch.setattr("os.environ", {**os.environ, "MLX_MAX_OPS_PER_BUFFER": "7"})
     apply_mlx_settings()

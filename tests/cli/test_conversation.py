@@ -37,7 +37,6 @@ class Model:
     """A decoder as a chat's model."""
 
     name = "tested"
-    predicted_cost = 0.0
 
     def __init__(self, decoder: PromptLookupDecoder, context_length: int | None = 1024) -> None:
         self.decoder = decoder

@@ -16,7 +16,7 @@ from mlxspec.cli.generate import (
     generate_command,
     step_times_table,
 )
-from mlxspec.engine.step import StepTime
+from mlxspec.drafting.costs import StepTime
 from mlxspec.engine.target import Target
 from mlxspec.generation.response import (
     GenerationResponse,
@@ -172,7 +172,7 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
         ),
         (("--prompt", "a", "--top-p", "7"), "top_p is 7.0"),
         (("--prompt", "a", "--temp", "nan"), "temp is nan"),
-        (("--prompt", "a", "--ngram-min", "4"), "ngram_min is 4 and ngram_max 3: choose"),
+        (("--prompt", "a", "--ngram-min", "4"), "ngram_min is 4, and ngram_max is 3: choose"),
         (
             ("--prompt", "a", "--n-draft", "-2"),
             "n_draft is -2: draft 1 token or more, or 0 for none",
@@ -292,6 +292,16 @@ def test_ctrl_c_with_json_writes_what_there_is(endless: Path, monkeypatch: pytes
         (("--store", "x", "--n-draft", "3"), "--n-draft is for --decoder prompt-lookup"),
         (("--store", "x", "--decoder", "plain"), "--decoder auto"),
         (("--decoder", "auto", "--ngram-max", "2"), "--ngram-max"),
+        (("--logprobs", "0"), "--logprobs has no effect without --json or --prompts: add it"),
+        (("--concurrency", "8"), "--concurrency has no effect without --prompts"),
+        (("--num-draft-tokens", "2"), "--num-draft-tokens has no effect without --draft-model"),
+        (("--min-tokens-to-keep", "2"), "--min-tokens-to-keep has no effect without --min-p"),
+        (("--xtc-threshold", "0.2"), "--xtc-threshold has no effect without --xtc-probability"),
+        (("--kv-group-size", "32"), "--kv-group-size has no effect without --kv-bits"),
+        (
+            ("--repetition-context-size", "9"),
+            "--repetition-context-size has no effect without --repetition-penalty",
+        ),
         (("--quiet", "--stats"), "--quiet and --stats are given together: choose one"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
@@ -311,7 +321,9 @@ def test_the_output_ends_where_the_context_does(finite: Path, tmp_path: Path) ->
     result = generate(*options, 50)
     data = json.loads(result.stdout)
     assert (data["generation_tokens"], data["finish_reason"]) == (2, "length")
-    assert result.stderr == "Note: the model's context of 8 tokens is full: the output ends there\n"
+    assert (
+        result.stderr == "Note: the model's context of 8 tokens is full, so the output ends here\n"
+    )
     assert generate(*options, 2).stderr == ""
 
 
@@ -377,7 +389,8 @@ def test_plain_decoding_has_no_acceptance_rate():
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_what_was_gained_is_told_where_steps_were_measured(width: int):
-    panel = "\n".join(lines(figures_panel(RESULT, False, predicted_cost=2000.0), width))
+    gained = replace(RESULT, stats=replace(RESULT.stats, cost=2000.0))
+    panel = "\n".join(lines(figures_panel(gained, False), width))
     assert re.search(r"against plain +1\.50× +estimated", panel)
     assert "against plain" not in "\n".join(lines(figures_panel(RESULT, False), width))
 

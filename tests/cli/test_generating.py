@@ -122,9 +122,12 @@ def test_log_probabilities_stand_in_the_json(endless: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--xtc-threshold", "0.9"), "xtc_threshold is 0.9"),
+        (("--xtc-probability", "0.5", "--xtc-threshold", "0.9"), "xtc_threshold is 0.9"),
         (("--repetition-penalty", "-1"), "repetition_penalty is -1.0"),
-        (("--frequency-context-size", "-2"), "frequency_context_size is -2"),
+        (
+            ("--frequency-penalty", "1", "--frequency-context-size", "-2"),
+            "frequency_context_size is -2",
+        ),
         (("--logit-bias", "five=1"), "'five=1': write it as ID=VALUE"),
         (("--logit-bias", "5"), "'--logit-bias': '5'"),
         (("--logit-bias", "5=nan"), "logit_bias of token 5 is nan"),
@@ -363,7 +366,7 @@ def test_a_model_that_is_split_takes_no_head() -> None:
     leader: Any = object()
     with (
         Memories(keeps=False) as memories,
-        pytest.raises(OptionError, match="--head are not for a model that is split"),
+        pytest.raises(OptionError, match="--head do not work with a model that is split"),
     ):
         taken("--head", "a").load(error_console(), memories, leader)
 

@@ -48,7 +48,7 @@ def test_the_demo_model_verifies_trees() -> None:
     assert (report["layers"], report["vocabulary"], report["context"]) == (6, 4096, 1024)
     assert report["parameters"] == 5475584
     assert report["joint"] == "joint"
-    assert "what it gets alone" in report["joint_reason"]
+    assert "the same result as alone" in report["joint_reason"]
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_the_demo_model_verifies_trees() -> None:
             [
                 "3 × ChunkedKVCache: the latest 16 positions",
                 "takes no tree mask",
-                "takes the rows of one",
+                "accepts only one sequence",
             ],
         ),
         ("deepseek_v32", ["2 × KVCache", "several continuations", "in chunks of any size"]),
@@ -120,7 +120,7 @@ def test_a_head_shows_its_kind_and_the_target_it_needs(
     assert result.stdout.startswith(f"{directory}\nhead        {name}, ")
     for line in lines:
         assert line in result.stdout
-    assert "takes no adapters" in inspect(directory, "--adapter-path", "x").stderr
+    assert "have no adapters" in inspect(directory, "--adapter-path", "x").stderr
     report = json.loads(inspect(directory, "--json").stdout)
     assert report["head"]["kind"] == name
     assert report["head"]["files"] == ["model.safetensors"]

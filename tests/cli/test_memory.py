@@ -71,10 +71,6 @@ def generate(*arguments: object) -> dict:
     return json.loads(result.stdout)
 
 
-def fail(line: str) -> None:
-    raise AssertionError(line)
-
-
 def answers() -> list[list[int]]:
     return [one[1].tolist() for kept in kept_answers(memory_directory()) for one in kept.read()]
 
@@ -90,7 +86,7 @@ def learn(texts: list[str], ages: list[timedelta] | None = None) -> list[list[in
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     with pytest.MonkeyPatch.context() as patched:
         kept = KeptAnswers(memory_directory(), identify(tokenizer), "demo")
-        held = Memory(kept=kept, on_trouble=fail)
+        held = Memory(kept=kept)
         for tokens, age in zip(ids, ages or [timedelta()] * len(ids), strict=True):
             learned = int(now - age.total_seconds())
             patched.setattr(answers_module, "time", _Clock(learned))
@@ -445,6 +441,7 @@ def test_what_is_chosen_is_forgotten(options: tuple[str, ...], gone: list[int]):
         assert shown[1:] == [f"Forgot {number}."]
     else:
         assert shown == ["Forgot 0 answers."]
+    assert ("earned     nothing yet" in said("show")) == (len(gone) == len(ids))
 
 
 @pytest.mark.nightly(keep=1)
@@ -476,9 +473,9 @@ def test_what_is_forgotten_is_not_drafted_from():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ((), "choose what to forget: give --all, or any of --since and --matching"),
-        (("--yes",), "choose what to forget: give --all, or any of --since and --mat"),
-        (("--all", "--since", "2h"), "choose what to forget: give --all, or any of --since"),
+        ((), "choose what to forget: give --all, or --since, --matching or both"),
+        (("--yes",), "choose what to forget: give --all, or --since, --mat"),
+        (("--all", "--since", "2h"), "choose what to forget: give --all, or --since"),
         (("--since", "2y"), "--since is '2y': write it as 30m, 2h, 3d, 2026-11-23 or"),
         (("--since", "9" * 30 + "w"), "--since is '99"),
         (("--since", ""), "--since is '': write it as"),

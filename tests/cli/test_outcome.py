@@ -29,16 +29,11 @@ def test_what_an_encoding_lacks_is_replaced(
     assert buffer.getvalue() == output
 
 
-def test_of_warnings_only_those_for_users_become_notes(
+def test_warnings_of_libraries_are_not_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The garbage collector runs where it likes: a socket that another library has left open is
-    then said to be warned of by a line of ours."""
     monkeypatch.setattr(sys, "warnoptions", [])
     with reported():
-        for module in ("mlxspec", "mlxspec.process", "mlx_lm"):
-            for category in (UserWarning, ResourceWarning, DeprecationWarning):
-                message = f"{category.__name__} in {module}"
-                warnings.warn_explicit(message, category, "a.py", 1, module)
-    told = capsys.readouterr().err.splitlines()
-    assert told == ["Note: UserWarning in mlxspec", "Note: UserWarning in mlxspec.process"]
+        for category in (UserWarning, ResourceWarning, DeprecationWarning):
+            warnings.warn_explicit("a warning", category, "a.py", 1, "mlx_lm")
+    assert capsys.readouterr().err == ""

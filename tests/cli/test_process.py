@@ -178,7 +178,7 @@ def test_a_full_disk_is_one_line(endless: Path):
         process = start(endless, *plain, stdout=full.fileno(), stderr=subprocess.PIPE)
         errors = process.communicate()[1]
     assert process.returncode == 1
-    assert re.fullmatch(r"Error: no space is left .*\n", errors)
+    assert re.fullmatch(r"Error: no space left .*\n", errors)
 
 
 def test_closed_standard_streams_are_no_traceback(finite: Path):

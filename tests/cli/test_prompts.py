@@ -193,7 +193,7 @@ def test_a_pipe_that_stays_open_and_empty_is_left_alone(
     standard_input(reading)
     assert PromptOptions(argument="do it").read() == "do it"
     (told,) = capsys.readouterr().err.splitlines()
-    assert "--prompt-file - waits for the pipe" in told
+    assert "to wait for the pipe, add --prompt-file -" in told
     os.close(writing)
 
 

@@ -299,10 +299,10 @@ def test_memories_are_compared_with_several_outputs_at_once(repeating: tuple[Pat
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--decoder", "warp"), "'warp': choose among auto"),
+        (("--decoder", "warp"), "'warp': choose from auto"),
         (("--chip", "Z80"), "'Z80': choose one of M2 Pro"),
         (("--chip", "M4 Max"), "'M4 Max': the nearest known ones are M4 Pro and M3 Max"),
-        (("--curve", "missing.json"), "missing.json: no cost curve"),
+        (("--curve", "missing.json"), "missing.json: not a cost curve"),
         (("--html", "missing/page.html"), "missing/page.html"),
         (("--head-curve", ".7,.8@0.1"), "--head-curve '.7,.8@0.1': give, as in .76,.60,.50,.41@"),
         (("--head-curve", ".7"), "and after '@' the time of each token in plain steps"),
@@ -330,7 +330,7 @@ def test_a_file_without_a_curve_is_refused(traces: Path, tmp_path: Path, content
     curve.write_text(content)
     result = replay(traces, "--tokenizer", TOKENIZER, "--curve", curve)
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"Error: {curve}: no cost curve")
+    assert result.stderr.startswith(f"Error: {curve}: not a cost curve")
 
 
 def test_a_curve_can_be_compared_with_chips(traces: Path, tmp_path: Path) -> None:

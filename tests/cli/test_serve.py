@@ -24,7 +24,7 @@ from click.testing import CliRunner, Result
 from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
 from mlxspec.cli.common.generation import DraftingOptions, Generation
-from mlxspec.cli.serve import ServeOptions, _Loader, _locked, serve_command
+from mlxspec.cli.serve import ServeOptions, _hosts, _Loader, _locked, serve_command
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import OptionError
 from tests.support.adapters import write_adapters
@@ -138,7 +138,7 @@ def test_running_requests_end_first_and_a_second_ctrl_c_ends_them(endless: Path)
             server.process.send_signal(signal.SIGINT)
             assert server.process.stderr
             note = server.process.stderr.readline()
-            assert note.startswith("Note: 10 s for 1 running request to end")
+            assert note.startswith("Note: 10 s for running requests to end")
             assert server.process.poll() is None
             server.process.send_signal(signal.SIGINT)
             server.process.wait(timeout=20)
@@ -161,11 +161,17 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
     for option, value in (("--grace", "-1"), ("--grace", "inf"), ("--stall", "0")):
         assert "is not in the range" in refused(option, value).stderr
     assert "--quiet and --log-json" in refused("--quiet", "--log-json").stderr
-    assert "without a port" in refused("--allowed-host", "mac:8080").stderr
     none = ("--models", endless, "--head", "a")
-    assert "are for models that are named" in refused(*none).stderr
+    assert "apply to models that are named" in refused(*none).stderr
     assert "no such directory" in refused("--models", missing).stderr
     assert "is not a time" in refused("--keep-alive", "soon").stderr
+
+
+def test_an_allowed_host_is_known_in_any_spelling() -> None:
+    assert _hosts("127.0.0.1", (), []) == {"localhost", "127.0.0.1", "[::1]"}
+    assert _hosts("127.0.0.1", ("Mac.local:8080",), []) >= {"localhost", "mac.local"}
+    assert _hosts("0.0.0.0", ("mac.local",), ["key"]) == {"0.0.0.0", "mac.local"}
+    assert _hosts("0.0.0.0", (), ["key"]) is None
 
 
 def test_prefixes_are_kept_only_where_nobody_else_may_write(
@@ -302,9 +308,8 @@ def test_a_model_that_has_left_the_disk_is_not_looked_for_on_the_hub(
     shutil.copytree(endless, tmp_path / "models" / "one")
     monkeypatch.chdir(tmp_path)
     options = ServeOptions(available=("models",))
-    nothing: Any = None
     named = Generation(None, 1, DraftingOptions(), SamplingParams(), CacheOptions())
-    loader = _Loader(named, options, nothing, nothing, {})
+    loader = _Loader((), named, options, {}, [], None)
     (tmp_path / "models" / "broken").mkdir()
     (tmp_path / "models" / "broken" / "config.json").write_text("{}")
     for _ in range(2):

@@ -182,7 +182,7 @@ def test_the_present_one_is_replaced_after_its_changes_are_shown(unit: Path, fak
     first = unit.read_text()
     calls(fakes)
     again = installed("demo", "--port", "8123")
-    assert "stays the same" in again
+    assert "is unchanged" in again
     assert calls(fakes)[-1].split()[1:3] in (
         ["--user", "restart"],
         ["bootstrap", *[f"gui/{os.getuid()}"]],
@@ -257,7 +257,7 @@ def test_the_path_is_one_that_stays(
     passing.parent.mkdir(parents=True)
     shutil.copy(cellar, passing)
     monkeypatch.setattr(sys, "argv", [str(passing)])
-    assert "does not last: install mlxspec" in refused("install", "--yes")
+    assert "is temporary: install mlxspec" in refused("install", "--yes")
 
 
 class _Ready(BaseHTTPRequestHandler):
@@ -301,7 +301,7 @@ def test_status_of_a_server_that_loads_or_has_ended(
     monkeypatch.setattr(service, "_PATIENCE", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         installed("demo", "--port", str(listening.getsockname()[1]))
-        assert "Answers: not yet: it is loading its models" in run("service", "status").stdout
+        assert "Answers: not yet: it is still loading its models" in run("service", "status").stdout
     (fakes / "loaded").unlink(missing_ok=True)
     result = run("service", "status")
     assert "Answers: no: [Errno" in result.stdout
@@ -339,5 +339,5 @@ def test_without_a_manager_one_line_says_so(unit: Path, fakes: Path) -> None:
     assert "No medium found; log in" in refused("install", "--yes")
     for name in PROGRAMS:
         (fakes / name).unlink()
-    assert "ctl: there is no such program here; run 'mlxspec serve'" in refused("install", "--yes")
+    assert "ctl: not found on this system; run 'mlxspec serve'" in refused("install", "--yes")
     assert not unit.exists()

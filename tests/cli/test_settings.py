@@ -139,8 +139,8 @@ def test_comments_of_toml_stay() -> None:
         ("x.json", '{"a": 1,}', "as JSON without comments"),
         ("x.json", '{"a": NaN}', "not JSON compliant"),
         ("x.json", '{"a": 1e999}', "not JSON compliant"),
-        ("x.json", "[]", "must be in an object"),
-        ("x.json", '{"servers": "x"}', "must be in an object"),
+        ("x.json", "[]", "the settings belong in an object"),
+        ("x.json", '{"servers": "x"}', "the settings belong in an object"),
         ("x.toml", "a = ", "as TOML"),
         ("x.toml", "a = 1\na = 2", "as TOML"),
         ("x.yaml", "a: [", "as YAML"),
@@ -148,7 +148,7 @@ def test_comments_of_toml_stay() -> None:
         ("x.yaml", "# mine\na: 1", "comments and anchors would be lost"),
         ("x.yaml", "a: 1  # mine\nb: '#'", "comments and anchors would be lost"),
         ("x.yaml", "a: &x {b: 1}\nservers: *x\n", "comments and anchors would be lost"),
-        ("x.yaml", "- a", "must be in an object"),
+        ("x.yaml", "- a", "the settings belong in an object"),
         ("x.yaml", "--- {a: 1}\n---\n{b: 2}", "as YAML"),
         ("x.yaml", "a: !mine 1", "as YAML"),
     ],
@@ -201,7 +201,7 @@ def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Is a directory"):
         SettingsFile(tmp_path / "x.json", OURS).read()
     (tmp_path / "y.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(FileError, match="is not UTF-8"):
+    with pytest.raises(FileError, match="not UTF-8"):
         SettingsFile(tmp_path / "y.json", OURS).read()
     (tmp_path / "z.json").symlink_to(tmp_path / "z.json")
     with pytest.raises(OSError, match=r"z\.json"):

@@ -49,7 +49,7 @@ def test_a_store_is_built_of_a_directory(tmp_path: Path, texts: Path):
     assert result.stdout.startswith("Read 2 files in ")
     assert f" {output} holds {tokens} tokens in 2 texts, " in result.stdout
     assert result.stderr.splitlines() == [
-        "Note: 1 file skipped: cannot be read as UTF-8 text",
+        "Note: 1 file skipped: not UTF-8 text",
         "Note: 1 chat log line skipped: not a chat record",
     ]
 
@@ -146,6 +146,6 @@ def test_why_there_is_nothing_to_write_is_told(tmp_path: Path) -> None:
     result = run("build", tmp_path / "image", "--model", "demo", "-o", tmp_path / "out.store")
     assert result.exit_code == 1
     note, error = result.stderr.splitlines()
-    assert note == "Note: 1 file skipped: cannot be read as UTF-8 text"
+    assert note == "Note: 1 file skipped: not UTF-8 text"
     assert error.startswith("Error: ")
     assert "nothing to write" in error

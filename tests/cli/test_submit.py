@@ -72,7 +72,7 @@ def test_without_a_terminal_it_writes_the_report_and_opens_nothing(
     (file,) = files(home)
     text = file.read_text()
     assert file.stat().st_mode & 0o777 == 0o644
-    assert f"All that the report says; it is in {file.name}, too:\n\n{text}" in result.stdout
+    assert f"The whole report, also in {file.name}:\n\n{text}" in result.stdout
     report = read(text)
     assert report.curves[0].rows == [1, 2, 8, 64]
     assert report.curves[0].cost == [1.0, 1.04, 2.68, 52.0]
@@ -147,7 +147,7 @@ def test_what_makes_no_report_is_refused_before_the_work(
     (home / "p.txt").write_text("Hello.")
     result = submit(*arguments)
     assert result.exit_code == 1
-    assert result.stderr.startswith("Error: --submit reports the bundled prompts and decoders")
+    assert result.stderr.startswith("Error: --submit needs the bundled prompts")
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
 

@@ -134,14 +134,14 @@ def test_unknown_arguments_are_refused(loaded: tuple, prompts: list) -> None:
 
 
 def test_limits_for_other_prompts_are_refused(loaded: tuple, prompts: list) -> None:
-    with pytest.raises(OptionError, match="max_tokens are 1 for 3 prompts"):
+    with pytest.raises(OptionError, match="max_tokens: 1 for 3 prompts"):
         mlxspec.batch_generate(*loaded, prompts, max_tokens=[1])
 
 
 @pytest.mark.parametrize(
     ("prompt_caches", "message"),
     [
-        ([None], "prompt_caches are 1 for 3 prompts"),
+        ([None], "prompt_caches: 1 for 3 prompts"),
         ([[], None, None], "prompt_cache has 0 caches"),
     ],
 )
@@ -158,7 +158,7 @@ def test_caches_that_do_not_fit_are_refused_before_any_answer(
 def test_bad_arguments_are_refused_before_anything_is_measured(
     loaded: tuple, prompts: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder_of(*loaded), "_costs", None)
+    monkeypatch.delitem(vars(decoder_of(*loaded)), "costs")
     monkeypatch.setattr(
         "mlxspec.generation.loaded.costs_for", lambda *_, **__: pytest.fail("measured")
     )

@@ -168,5 +168,5 @@ def test_options_that_do_not_go_with_a_head(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="--head"):
         convert(torch_path=tmp_path, mlx_path=tmp_path / "head", head=True)
     source = write_head(tmp_path / "source", "EAGLE-3")
-    with pytest.raises(FileError, match="has the checkpoint"):
+    with pytest.raises(FileError, match="contains the checkpoint"):
         converted(source, source, force=True)

@@ -101,7 +101,7 @@ def changed(**arrays: np.ndarray | None) -> dict[str, np.ndarray]:
             {n: a for n, a in WEIGHTS.items() if "layers.1" not in n},
             r"Missing 9 parameters: model\.layers\.1",
         ),
-        (changed(extra__bias=np.zeros(3, np.float32)), r"the tensor extra\.bias is not known$"),
+        (changed(extra__bias=np.zeros(3, np.float32)), r"the tensor extra\.bias is unknown$"),
         (
             changed(norm__weight=np.zeros(65, np.float32)),
             r"Expected shape \(64,\) but received shape \(65,\) for parameter model\.norm",
@@ -152,7 +152,7 @@ def test_a_tensor_missing_from_one_shard_is_named(tmp_path: Path, tokenizer_mode
 def test_missing_files_are_named(tmp_path: Path, checkpoint: Path):
     for name, message in {
         "params.json": r"params\.json: cannot be read",
-        "consolidated.00.pth": r"has no consolidated\.\* files",
+        "consolidated.00.pth": r"has no consolidated\.\* file",
     }.items():
         copy = shutil.copytree(checkpoint, tmp_path / name)
         (copy / name).unlink()

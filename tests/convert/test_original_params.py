@@ -83,7 +83,7 @@ def test_published_settings_of_mistral_7b():
     ],
 )
 def test_other_names_have_no_counterpart(name: str):
-    with pytest.raises(ValueError, match="is not known"):
+    with pytest.raises(ValueError, match="is unknown"):
         original_to_mlx_name(name)
 
 

@@ -159,7 +159,7 @@ def test_force_replaces_only_a_model(tmp_path: Path, source: Path):
 
 def test_the_source_and_what_holds_it_are_refused(tmp_path: Path, source: Path):
     for target in (source, tmp_path, source / ".." / "source"):
-        with pytest.raises(FileError, match="has the checkpoint or the working directory in it"):
+        with pytest.raises(FileError, match="contains the checkpoint or the working directory"):
             convert(torch_path=source, mlx_path=target, force=True)
 
 

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mlxspec
@@ -25,6 +25,7 @@ from mlxspec.errors import FileError
 from tests.corpus.test_memory import looked_up, make_small
 from tests.support.examples import examples
 from tests.support.hostile import mutated
+from tests.support.logs import logged_by
 from tests.support.tokenizers import FIRST, SECOND
 
 IDENTITY = identify(FIRST)
@@ -36,16 +37,19 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     make_small(monkeypatch)
 
 
-def opened(directory: Path, lines: list[str] | None = None, **options: int) -> Memory:
+@pytest.fixture(autouse=True)
+def troubles() -> Iterator[list[str]]:
+    """The warnings of memories. A test that causes some checks them, and empties the list."""
+    with logged_by("mlxspec.corpus.memory") as lines:
+        yield lines
+    assert not lines
+
+
+def opened(directory: Path, **options: int) -> Memory:
     """A memory that has indexed what is there."""
-    kept = KeptAnswers(directory, IDENTITY)
-    held = Memory(**options, kept=kept, on_trouble=fail if lines is None else lines.append)
+    held = Memory(**options, kept=KeptAnswers(directory, IDENTITY))
     held.settle()
     return held
-
-
-def fail(line: str) -> None:
-    raise AssertionError(line)
 
 
 def all_texts(directory: Path) -> list[list[int]]:
@@ -303,14 +307,12 @@ def test_every_flipped_bit_of_an_index_is_borne(tmp_path: Path):
     for place in [*range(120), *range(120, len(whole), 53)]:
         path.write_bytes(whole)
         flipped(path, place, pick)
-        lines: list[str] = []
-        held = opened(tmp_path, lines)
+        held = opened(tmp_path)
         for answer in answers[::6]:
             tokens, occurrences = held.look_up(answer[:-1])
             assert all(-1 <= token < 100 for token in tokens)
             assert len(occurrences) <= 8
         held.close()
-        assert not lines
     assert all_texts(tmp_path) == sorted(answers)
 
 
@@ -355,51 +357,42 @@ def test_a_damaged_database_is_one_line_and_stays_as_it_is(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_damaged_pages_are_noticed_while_answers_are_kept(tmp_path: Path):
+def test_damaged_pages_are_noticed_while_answers_are_kept(tmp_path: Path, troubles: list[str]):
     learn(tmp_path, some_answers(400))
     path = tmp_path / DATABASE
     data = bytearray(path.read_bytes())
     data[4096:] = b"\xfe" * (len(data) - 4096)
     path.write_bytes(data)
-    lines: list[str] = []
     try:
-        held = opened(tmp_path, lines)
+        held = opened(tmp_path)
         held.add([1, 2, 3])
         held.settle()
         assert is_found(held, [1, 2, 3])
         held.close()
     except FileError as error:
-        lines.append(str(error))
-    (line,) = lines
-    assert "cannot be used (" in line
-
-
-def learn_with(directory: Path, lines: list[str], answers: list[list[int]]) -> None:
-    held = opened(directory, lines)
-    for answer in answers:
-        held.add(answer)
-    held.close()
+        troubles.append(str(error))
+    assert "cannot be used (" in troubles.pop()
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_stands_in_the_database_is_harmless(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, troubles: list[str], data: st.DataObject
 ):
     directory = tmp_path_factory.mktemp("memory")
     learn(directory, [[1, 2, 3], [4, 5, 6]])
     path = directory / DATABASE
     path.write_bytes(data.draw(mutated(path.read_bytes())))
-    lines: list[str] = []
     try:
-        learn_with(directory, lines, [[7, 8, 9]])
+        learn(directory, [[7, 8, 9]])
         found = all_texts(directory)
     except FileError as error:
-        lines.append(str(error))
+        troubles.append(str(error))
         found = []
-    assert all("\n" not in line for line in lines)
+    assert all("\n" not in line for line in troubles)
+    troubles.clear()
     assert all(0 <= token < 100 for text in found for token in text)
 
 
@@ -408,14 +401,14 @@ def test_another_versions_database_is_left_alone(tmp_path: Path):
     with sqlite3.connect(tmp_path / DATABASE) as database:
         database.execute("PRAGMA user_version = 4")
     before = (tmp_path / DATABASE).read_bytes()
-    with pytest.raises(FileError, match="another version of mlxspec made it, 4"):
+    with pytest.raises(FileError, match="made by another version of mlxspec, 4"):
         KeptAnswers(tmp_path, IDENTITY)
     assert (tmp_path / DATABASE).read_bytes() == before
 
 
 def test_another_tokenizers_answers_are_not_found(tmp_path: Path):
     learn(tmp_path, some_answers(45))
-    other = Memory(kept=KeptAnswers(tmp_path, identify(SECOND)), on_trouble=fail)
+    other = Memory(kept=KeptAnswers(tmp_path, identify(SECOND)))
     other.settle()
     assert other.look_up(some_answers(1)[0])[1] == []
     other.add([1, 2, 3])
@@ -425,14 +418,15 @@ def test_another_tokenizers_answers_are_not_found(tmp_path: Path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 20, 100, 600, 3000])
-def test_a_full_disk_leaves_the_old_state_and_one_line(tmp_path: Path, limit: int):
+def test_a_full_disk_leaves_the_old_state_and_one_line(
+    tmp_path: Path, troubles: list[str], limit: int
+):
     answers = some_answers(40)
     learn(tmp_path, answers)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    lines: list[str] = []
     new = some_answers(60, seed=1)
-    held = opened(tmp_path, lines)
+    held = opened(tmp_path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limits[1]))
     try:
         for answer in new:
@@ -444,8 +438,7 @@ def test_a_full_disk_leaves_the_old_state_and_one_line(tmp_path: Path, limit: in
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    assert len(lines) == 1
-    assert "answers are remembered until this process ends" in lines[0]
+    assert "answers are only remembered until this process ends" in troubles.pop()
     found = all_texts(tmp_path)
     assert all(answer in found for answer in answers)
     assert all(text in answers or text in new for text in found)
@@ -609,15 +602,15 @@ def test_what_was_added_last_is_kept_at_the_processs_end(tmp_path: Path):
 
 WORKING = textwrap.dedent(
     """
-    import sys, random, pathlib
+    import logging, sys, random, pathlib
     from mlxspec.corpus import memory
     from mlxspec.corpus.answers import KeptAnswers, identify
     from mlxspec.corpus.memory import Memory
     from tests.support.tokenizers import FIRST
     memory.LIVE_TOKENS = 40
     directory, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-    lines = []
-    held = Memory(kept=KeptAnswers(directory, identify(FIRST)), on_trouble=lines.append)
+    logging.basicConfig(format="trouble %(message)s", stream=sys.stdout)
+    held = Memory(kept=KeptAnswers(directory, identify(FIRST)))
     pick = random.Random(number)
     index = 0
     while True:
@@ -625,8 +618,6 @@ WORKING = textwrap.dedent(
         answer = base + [pick.randrange(100) for _ in range(pick.randrange(1, 20))]
         held.add(answer)
         held.settle()
-        if lines:
-            print("trouble", lines, flush=True)
         print(*answer, flush=True)
         index += 1
         if index % 7 == 0:

@@ -35,10 +35,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "memory"
 
 
-def fail(line: str) -> None:
-    raise AssertionError(line)
-
-
 def test_nothing_is_kept_unless_it_is_said(home: Path):
     settings = load_settings()
     assert settings == Settings()
@@ -122,7 +118,7 @@ def test_a_memory_is_closed_before_its_merging_ends(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(memory_module, "LIVE_TOKENS", 8)
     monkeypatch.setattr(memory_module, "merged_order", endless)
-    memory = Memory.kept_in(memory_directory(), FIRST, on_trouble=fail)
+    memory = Memory.kept_in(memory_directory(), FIRST)
     texts = [[number, *range(12)] for number in range(3)]
     for text in texts:
         memory.add(text)
@@ -131,7 +127,7 @@ def test_a_memory_is_closed_before_its_merging_ends(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     assert memory.kept
     assert memory.kept.directory
-    again = Memory.kept_in(memory.kept.directory, FIRST, on_trouble=fail)
+    again = Memory.kept_in(memory.kept.directory, FIRST)
     again.settle()
     for text in texts:
         assert text[3:] in [again.look_up(text[:3])[0][:10]]

@@ -242,7 +242,7 @@ def test_a_place_that_cannot_be_written_is_a_line(tmp_path: Path, caplog: pytest
     (tmp_path / "file").write_text("")
     CostCache(tmp_path / "file" / "step_times").update(KEY, {1024: KNOWN})
     (line,) = caplog.messages
-    assert re.search(r"not kept in .* \(Not a directory\); MLXSPEC_CACHE_DIR", line)
+    assert re.search(r"cannot be kept in .* \(Not a directory\); set MLXSPEC_CACHE_DIR", line)
 
 
 def test_an_interrupted_write_leaves_the_file_as_it_was(

@@ -69,6 +69,13 @@ def test_a_kind_of_request_is_known_from_its_second_on() -> None:
     assert experience.of_kind(prompt(2, 1)) == [everyone]
 
 
+def test_requests_of_a_kind_that_run_at_once_share_its_corrections() -> None:
+    experience = Experience()
+    experience.of_kind(prompt(1, 0))
+    own = experience.of_kind(prompt(1, 1))[0]  # nothing has been learned yet
+    assert experience.of_kind(prompt(1, 2))[0] is own
+
+
 def test_few_kinds_are_remembered() -> None:
     experience = Experience()
     for kind in range(500):

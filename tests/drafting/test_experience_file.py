@@ -131,7 +131,9 @@ def test_a_place_that_cannot_be_written_gives_one_line(
         taught(experience, 3)
     CostCache(tmp_path / "file" / "step_times").update(CostKey({}, {}), {})
     assert len(caplog.records) == 1
-    assert re.search(r"are not kept in .* \(Not a directory\); MLXSPEC_CACHE_DIR", caplog.text)
+    assert re.search(
+        r"cannot be kept in .* \(Not a directory\); set MLXSPEC_CACHE_DIR", caplog.text
+    )
 
 
 def test_a_full_disk_leaves_what_was_there(

@@ -308,9 +308,10 @@ def test_heads_of_a_joint_step_run_together() -> None:
     experience = HeadExperience(0.05, 0.05, 4)
     heads = [Scripted(noise(10, seed), experience=experience) for seed in range(3)]
     planners = [begun(head) for head in heads]
-    plans = plan_drafts(planners, [64, 64, 2], joint_costs(4), sequences=4)
+    depths = dict(zip(planners, [64, 64, 2], strict=True))
+    plans = plan_drafts(depths, joint_costs(4), sequences=4)
     assert [head.runs for head in heads] == [[(4, 3)]] * 3
-    assert {plan.head for plan in plans} == {0.2}
+    assert {plan.head_time for plan in plans} == {0.2}
     trees = [planner.draft(plan) for planner, plan in zip(planners, plans, strict=True)]
     assert [len(tree) for tree in trees] == [5, 5, 5]
     charged = sum(plan.charge for plan in plans)
@@ -322,11 +323,11 @@ def test_a_head_that_is_not_ready_is_left_out_of_a_joint_step() -> None:
     heads = [Scripted(noise(10, seed), experience=experience) for seed in range(3)]
     planners = [begun(head) for head in heads]
     heads[1].has_state = False
-    plans = plan_drafts(planners, [64] * 3, joint_costs(3), sequences=3)
+    plans = plan_drafts(dict.fromkeys(planners, 64), joint_costs(3), sequences=3)
     assert [head.runs for head in heads] == [[(4, 2)], [], [(4, 2)]]
     assert [plan.n_draft for plan in plans] == [4, 0, 4]
     planners[0].policy.ahead = True
-    plan_drafts(planners, [64] * 3, joint_costs(3), sequences=3)
+    plan_drafts(dict.fromkeys(planners, 64), joint_costs(3), sequences=3)
     assert sum(len(head.runs) for head in heads) == 2
 
 

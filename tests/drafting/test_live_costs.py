@@ -127,17 +127,6 @@ def test_sequences_that_share_a_step_attend_to_a_context_each():
     assert costs.seconds(13) == pytest.approx(more, rel=0.05)
 
 
-def test_each_generation_has_a_prediction_of_its_own():
-    shared = LiveCosts({1024: times(2.0)})
-    first, second = shared.for_generation(), shared.for_generation()
-    first.record(8, 0.04, False)
-    first.record(1, 0.02, False)
-    first.record(1, 0.02, True)
-    second.record(8, 0.04, False)
-    assert first.predicted == pytest.approx(2.0 + 1.0 + 1.0, rel=0.001)
-    assert second.predicted == pytest.approx(2.0, rel=0.01)
-
-
 def test_only_the_middle_of_a_pipeline_teaches_the_time_of_a_plain_step():
     costs = LiveCosts({1024: times(2.0)})
     for _ in range(30):
@@ -297,7 +286,6 @@ def check_makes_sense(costs: LiveCosts) -> None:
     assert all(cost >= 0 for cost in costs.curve.cheapest_rows)
     assert 0 < costs.seconds(1) <= costs.seconds(64) < math.inf
     assert 0 <= costs.sync_overhead <= 0.5
-    assert 0 <= costs.predicted < math.inf
     assert costs.wants_plain_steps in (True, False)
 
 

@@ -86,7 +86,7 @@ def why_none(prompt: Sequence[int], costs: CostCurve | LiveCosts) -> str:
 def test_why_nothing_is_drafted_is_said_with_its_figures() -> None:
     text = noise(100, seed=30)
     assert why_none(text, CostCurve([(1, 1), (11, 3)])).endswith(
-        "likely enough for rows that cost 0.20 plain steps each"
+        "likely enough here for rows that cost 0.20 plain steps each"
     )
     copied = [*text, text[3]]
     assert why_none(copied, LINEAR).endswith("rows that cost 1.00 plain steps each")
@@ -240,7 +240,7 @@ def test_a_memory_that_misleads_is_trusted_less_in_each_generation() -> None:
     for lie in lies:
         memory.add([*lie, *noise(3, seed=lie[1])])
     memory.settle()
-    drafter = suffix_planner(known_chip("M4 Pro").curve, memory=memory, remembers=False)
+    drafter = suffix_planner(known_chip("M4 Pro").curve, store=memory)  # outputs are not added
     costs = [replay([1, 2], output, drafter).cost(known_chip("M4 Pro").curve) for _ in range(4)]
     assert 301 > costs[0] > costs[1] >= costs[2] >= costs[3] >= 300
 
@@ -269,7 +269,7 @@ def test_the_context_comes_before_the_memory_and_this_before_the_store() -> None
     limits = Limits(2, 8, True, [0.0] * 9)
 
     def origins(prompt: list[int], **earlier: Memory) -> tuple[str, ...]:
-        source = SuffixSource(**earlier, remembers=False)
+        source = SuffixSource(**earlier)
         source.begin(prompt)
         tree = source.search(limits)
         assert tree.tokens[:3] == (2, 3, 4)

@@ -119,7 +119,7 @@ def test_why_a_step_has_no_draft() -> None:
     nothing = DraftTree.chain(10)
     assert why_none(nothing) == "the drafter has nothing to propose"
     assert why_none(nothing, max_depth=0) == "the output ends here"
-    assert "has to wait" in why_none(TREE, pipelined=True)
+    assert "must wait" in why_none(TREE, pipelined=True)
     assert "no room" in why_none(TREE)
     assert record(Talkative(TREE)).no_draft == ""
     assert record(NoDraft()).no_draft == "this decoder never drafts"

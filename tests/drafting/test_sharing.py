@@ -26,7 +26,7 @@ TEXT = list(range(100, 130)) * 2 + list(range(100, 110))
 
 def trees(planners: Sequence[Planner], costs: Costs, **options: Any) -> list[DraftTree]:
     """The drafts that are planned together."""
-    plans = plan_drafts(planners, [64] * len(planners), costs, **options)
+    plans = plan_drafts(dict.fromkeys(planners, 64), costs, **options)
     return [planner.draft(plan) for planner, plan in zip(planners, plans, strict=True)]
 
 

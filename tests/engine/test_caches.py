@@ -67,7 +67,7 @@ def test_rows_of_several_sequences_are_moved_with_one_wait(monkeypatch: pytest.M
 
 @pytest.mark.slow
 def test_drafts_of_several_sequences_are_written_without_copying_the_context() -> None:
-    slots, sizes = Slots(), (8, 1, 8)
+    slots, sizes = Slots(for_steps(filled(KVCache(), 1))), (8, 1, 8)
     for slot in range(len(sizes)):
         slots.put(slot, for_steps(filled(KVCache(), CONTEXT + slot)))
     mx.eval(slots.keys, slots.values)

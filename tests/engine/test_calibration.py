@@ -96,7 +96,7 @@ def test_a_shared_step_has_a_row_of_each_sequence_and_the_drafts_between_them(ll
 
 
 def test_what_cannot_be_shared_is_refused():
-    with pytest.raises(OptionError, match="sequences is 2: a forward of this model takes 1"):
+    with pytest.raises(OptionError, match="sequences is 2: this model's forwards take only 1"):
         calibrate(ARCHITECTURES["llama4"].model(), SMALL, context=8, sequences=2)
 
 

@@ -66,7 +66,7 @@ class Checked:
     def __init__(self, kind: str) -> None:
         make, replays = KINDS[kind]
         capability = Capability.PLAIN if replays else Capability.TREE
-        self.cache = Target(Writer(), capability, 100, cache=make(), marks=2)
+        self.cache = Target(Writer(), capability, cache=make(), marks=2)
         self.kind, self.replays = kind, replays
         self.tokens: list[int] = []
         self.prefill([1, 2, 3])
@@ -155,7 +155,7 @@ def test_whatever_happens_the_caches_hold_the_context(kind: str) -> None:
 
 def test_caches_are_quantised_once_they_are_long_enough_and_not_rewound_to_before() -> None:
     options = CacheOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=5)
-    cache = Target(Writer(), Capability.TREE, 100, options, [KVCache()])
+    cache = Target(Writer(), Capability.TREE, options, [KVCache()])
     for length in range(1, 7):
         tree = DraftTree.chain(length)
         cache.begin_forward(tree)
@@ -180,7 +180,7 @@ def test_states_return_to_marks_until_these_are_cut_off() -> None:
     checked.rewind(5)  # three forwards, of which two can be undone
     checked.check()
     assert len(checked.tokens) == 5
-    with pytest.raises(ValueError, match="not been kept"):
+    with pytest.raises(ValueError, match="no state was kept"):
         checked.cache.truncate(4)
     checked.rewind(4)
     checked.check()

@@ -146,7 +146,7 @@ def test_what_takes_too_much_to_follow_ends_with_a_line() -> None:
             state.accept([token])
             allowed(state)
 
-    with pytest.raises(OptionError, match="takes too much to follow"):
+    with pytest.raises(OptionError, match="too costly to follow"):
         follow()
 
 

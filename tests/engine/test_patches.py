@@ -155,7 +155,7 @@ def test_blocks_read_a_state_that_they_get_as_an_argument_called_cache(name: str
     model = ARCHITECTURES[name].model()
     rows = [mx.array([3, 1]), mx.array([4])]
     trees = [DraftTree.chain(3, [1]), DraftTree.chain(4)]
-    targets = [Target(model, Capability.REPLAY, 8) for _ in trees]
+    targets = [Target(model, Capability.REPLAY) for _ in trees]
     for target in targets:
         target.begin_at(0)
     logits, _ = Joint(model, JointMode.SPLIT).forward([*zip(targets, rows, trees, strict=True)])

@@ -208,7 +208,7 @@ def test_what_is_given_back_can_be_saved_and_loaded_by_mlx_lm(tmp_path: Path) ->
 
 def test_a_cache_for_fewer_layers_is_refused() -> None:
     decoder = decoder_of("llama3")
-    with pytest.raises(OptionError, match="prompt_cache has 1 caches and the model needs 2"):
+    with pytest.raises(OptionError, match="prompt_cache has 1 caches, but the model needs 2"):
         decoder.decode([1], NoDraft(), prompt_cache=make_prompt_cache(decoder.model)[:1])
 
 

@@ -109,14 +109,14 @@ def test_a_cache_of_other_layers_shapes_or_quantisation_is_refused() -> None:
     check_fits(cached(model), model, "file")
     more_heads = replace(ARCHITECTURES["llama3"], config={"num_key_value_heads": 4})
     for other in (ARCHITECTURES["mamba2"], ARCHITECTURES["deepseek_v3"], more_heads):
-        with pytest.raises(FileError, match=r"file is another model's: .* made it"):
+        with pytest.raises(FileError, match=r"file was made by a different model: "):
             check_fits(cached(other.model()), model, "file")
     wide = replace(ARCHITECTURES["llama3"], config={"head_dim": 32}).model()
     quantized = cached(wide, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
     check_fits(quantized, wide, "file")
-    with pytest.raises(FileError, match="another model"):
+    with pytest.raises(FileError, match="a different model"):
         check_fits(quantized, model, "file")
-    with pytest.raises(FileError, match="another model"):
+    with pytest.raises(FileError, match="a different model"):
         check_fits(cached(model)[:1], model, "file")
 
 
@@ -132,7 +132,7 @@ def test_damaged_and_foreign_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(FileError, match="make it again"):
             load_prompt_cache(path)
     mx.save_safetensors(str(path), {"weight": mx.ones(3)}, {"format": "mlx"})
-    with pytest.raises(FileError, match="no prompt cache"):
+    with pytest.raises(FileError, match="not a prompt cache"):
         load_prompt_cache(path)
 
 

@@ -155,7 +155,7 @@ def test_a_lent_cache_of_another_model_is_refused_and_stays_as_it_is(
     model, other = random_model("llama"), random_model("llama", head_dim=16)
     cache = make_prompt_cache(model)
     model(mx.array([[1, 2, 3]]), cache=cache)
-    with pytest.raises(FileError, match=r"^prompt_cache is another model's: .* made it$"):
+    with pytest.raises(FileError, match=r"^prompt_cache was made by a different model: "):
         PromptLookupDecoder(other, decoder.tokenizer).stream([4], prompt_cache=cache)
     mine = PromptLookupDecoder(model, decoder.tokenizer)
     assert len(list(mine.stream([4], 3, prompt_cache=cache))) == 3

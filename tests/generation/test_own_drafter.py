@@ -125,7 +125,7 @@ def extra(drafter: Drafter) -> AutoDecoder:
     [
         (5, r"^drafter is a int, not an instance of a class derived from mlxspec\.Drafter$"),
         ([], "^drafter is a list, not an instance of "),
-        (Drafter(), r"^Drafter has no method propose$"),
+        (Drafter(), r"^Drafter does not define propose$"),
     ],
 )
 def test_what_is_no_drafter_is_refused(drafter: object, message: str) -> None:
@@ -151,7 +151,7 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant() -> None:
         ("mlxspec:CombinedDrafter", "missing a required argument: 'first'"),
         ("./mine:It", "write it as module:Class"),
         ("mine.py:It", "write it as module:Class"),
-        ("mlxspec:Drafter", "lacks one of the methods"),
+        ("mlxspec:Drafter", "lacks one of its methods"),
         ("json:JSONDecoder", "not derived from mlxspec.Drafter"),
     ],
 )

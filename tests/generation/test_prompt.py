@@ -140,7 +140,7 @@ def test_arguments_of_the_template_that_make_no_prompt_are_refused(name: str) ->
 
 @pytest.mark.parametrize("prompt", ["a text", [5]], ids=str)
 def test_arguments_of_the_template_need_messages(prompt: Any) -> None:
-    with pytest.raises(OptionError, match="chat_template_kwargs need a prompt of messages"):
+    with pytest.raises(OptionError, match="chat_template_kwargs work only with messages"):
         ids(prompt, enable_thinking=False)
 
 

@@ -20,8 +20,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 import mlxspec
-from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import CacheMemory, ServedModel
+from mlxspec.server.served_model import ServedModel
 from tests.support.brake import until
 from tests.support.chat_tokenizer import with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
@@ -232,8 +231,7 @@ def test_a_right_prediction_is_accepted_and_changes_nothing(client: OpenAI) -> N
 def test_a_prediction_is_ignored_where_no_draft_comes_from_it() -> None:
     decoder = stand_in_decoder(mlxspec.PromptLookupDecoder)
     decoder.costs = given_costs(FLAT)
-    memory, cache = CacheMemory(decoder.model), PrefixCache(decoder.model, 1 << 28)
-    with running_server(ServedModel("small", decoder, cache, memory)) as server:
+    with running_server(ServedModel("small", decoder)) as server:
         client = server.client()
         without = chat(client).choices[0].message.content
         answer = chat(client, prediction={"type": "content", "content": "Yes"})
@@ -459,8 +457,7 @@ def secretive(directory: Path, **options: Any) -> Iterator[Running]:
     model, tokenizer = mlxspec.load(str(write_scripted_model(directory, SECRET, ends=True)))
     decoder = mlxspec.AutoDecoder(model, tokenizer)
     decoder.costs = given_costs({1: 1.0, 64: 1.0})
-    secret = ServedModel("small", decoder, PrefixCache(model, 1 << 24), CacheMemory(model))
-    with running_server(secret, **options) as running:
+    with running_server(ServedModel("small", decoder), **options) as running:
         yield running
 
 
@@ -535,8 +532,7 @@ def scripted_caller(directory: Path, script: Sequence[str]) -> Iterator[Running]
     tokenizer = with_tools(tokenizer, "json_tools", TEMPLATE)
     decoder = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
     decoder.costs = given_costs(FLAT)
-    served = ServedModel("caller", decoder, PrefixCache(model, 1 << 24), CacheMemory(model))
-    with running_server(served) as running:
+    with running_server(ServedModel("caller", decoder)) as running:
         yield running
 
 

@@ -150,7 +150,8 @@ TANGLED = {
         (TEXT, {"grammar": "start: unknown"}, "grammar"),
         (TEXT, {"json_schema": {"type": "integer", "multipleOf": 999999937}}, "json_schema"),
         (CHAT, {"tool_choice": "required"}, "tool_choice"),
-        (CHAT, {"logit_bias": {"99999999": 1}}, None),
+        (CHAT, {"logit_bias": {"99999999": 1}}, "logit_bias"),
+        (CHAT, {"stop_token_ids": [10**6]}, "stop_token_ids"),
         (CHAT, {"adapters": "/etc"}, "adapters"),
         (CHAT, {"draft_model": "mlx-community/x"}, "draft_model"),
         (CHAT, {"chat_template": "{{ 0 }}"}, "chat_template"),
@@ -731,12 +732,12 @@ def test_a_server_that_ends_says_so_and_leaves_nothing(stream: bool) -> None:
             answer = running.result()
         if stream:
             *_, error, done, _ = answer.text.split("\n\n")
-            assert "the server is ending" in error
+            assert "the server is shutting down" in error
             assert done == "data: [DONE]"
         else:
             assert answer.status_code == 503
         late = post(server, TEXT, {"prompt": "Once", "stream": stream})
-        assert (late.status_code, error_of(late)["message"]) == (503, "the server is ending")
+        assert (late.status_code, error_of(late)["message"]) == (503, "the server is shutting down")
         assert HTTP.get(f"{server.address}/health").status_code == 503
     assert not server.worker.requests
     left = {*threading.enumerate()} - threads

@@ -36,10 +36,10 @@ def run_requests(
     worker.memory.add(model)
     queue = ModelQueue(model, worker)
     prompt = tuple(model.decoder.tokenizer.encode(PROMPT))
-    requests = [ServedRequest(model, prompt, 40, {}, index=index) for index in range(count)]
+    requests = [ServedRequest(model, prompt, 40, {}) for _ in range(count)]
     stream: Any = Mock(requests=requests, worker=worker)
-    for request in requests:
-        request.stream = stream
+    for index, request in enumerate(requests):
+        request.stream, request.index = stream, index
     worker.requests += requests
     queue.add(*requests)
     while queue.turn():

@@ -21,7 +21,6 @@ from mlxspec.generation.drafting import Auto
 from mlxspec.generation.request import State
 from mlxspec.server import memory as server_memory
 from mlxspec.server.memory import ServerMemory
-from mlxspec.server.prefix_cache import PrefixCache
 from mlxspec.server.served_model import CacheMemory, Need, ServedModel
 from mlxspec.server.worker import Worker
 from tests.support import heads
@@ -47,8 +46,7 @@ def wide_decoder() -> mlxspec.AutoDecoder:
 
 
 def wide(name: str = "wide") -> ServedModel:
-    decoder, most = wide_decoder(), BOUND
-    return ServedModel(name, decoder, PrefixCache(decoder.model, most), CacheMemory(decoder.model))
+    return ServedModel(name, wide_decoder(), most_cached=BOUND)
 
 
 def prompts() -> list[list[int]]:
@@ -256,6 +254,10 @@ def test_a_draft_model_counts_with_its_caches() -> None:
     model, small = ARCHITECTURES["qwen3"].model(), ARCHITECTURES["llama3"].model()
     drafts = Auto(extra=partial(DraftModelDrafter, small, 2)).draft_model
     assert drafts is small
-    both, alone, draft = CacheMemory(model, None, drafts), CacheMemory(model), CacheMemory(small)
+    both, alone, draft = (
+        CacheMemory(model, draft_model=drafts),
+        CacheMemory(model),
+        CacheMemory(small),
+    )
     assert both.weights == alone.weights + draft.weights
     assert both.needs(500).caches == alone.needs(500).caches + draft.needs(500).caches

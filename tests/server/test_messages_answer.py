@@ -31,7 +31,7 @@ def answer(**fields: Any) -> MessagesAnswer:
     format = replace(
         OutputFormat(TOKENIZER, request.tools), several_calls=request.parallel_tool_calls
     )
-    return MessagesAnswer(request, "model", format, "req_1")
+    return MessagesAnswer(request, "model", format)
 
 
 def events(text: str, length: int = 3, **figures: Any) -> list[Event]:

@@ -131,7 +131,7 @@ def test_a_request_of_claude_code_is_the_chat_that_it_means() -> None:
     )
     request = parse(MessagesBody, FULL_MESSAGES)
     names = """model max_tokens n stop stream conversation continued tools_shown
-        choice parallel_tool_calls template_kwargs constraints param top"""
+        tool_mode parallel_tool_calls template_kwargs constraints param top"""
     for name in names.split():
         assert getattr(request, name) == getattr(chat, name), name
     assert request.sampling() == chat.sampling()
@@ -192,7 +192,7 @@ def test_a_note_stands_for_what_a_tool_has_shown() -> None:
     content = [{"type": "text", "text": "Look: "}, IMAGE]
     result = {"type": "tool_result", "tool_use_id": "1", "content": content}
     (turn,) = said({"role": "user", "content": [result]})
-    assert turn["content"] == "Look: [image: left out, since this model reads text alone]"
+    assert turn["content"] == "Look: [image: left out, since this model reads only text]"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_note_stands_for_what_a_tool_has_shown() -> None:
 )
 def test_choices_of_tools(choice: Any, expected: tuple[Any, ...]) -> None:
     request = messages(tools=[WEATHER], tool_choice=choice)
-    assert (*request.choice, request.parallel_tool_calls) == expected
+    assert (*request.tool_mode, request.parallel_tool_calls) == expected
     assert len(request.tools_shown) == 1
 
 

@@ -86,7 +86,9 @@ def deltas(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_a_streamed_chat_has_one_role_and_one_end() -> None:
     answer = chat(stream=True)
-    chunks = [c for e in [*pieces("Hello world"), ended()] for c in answer.feed([e])]
+    chunks = answer.begin() + [
+        c for e in [*pieces("Hello world"), ended()] for c in answer.feed([e])
+    ]
     for chunk in chunks:
         valid(ChatCompletionChunk, chunk)
         assert "usage" not in chunk
@@ -209,6 +211,8 @@ def test_the_client_puts_the_chunks_together_to_the_whole_answer(
         for index, text in enumerate(outputs)
     ]
     state: Any = ChatCompletionStreamState()
+    for chunk in answer.begin():
+        state.handle_chunk(valid(ChatCompletionChunk, chunk))
     while any(left):
         batch: list[Event] = []
         for _ in range(random.randint(1, 9)):
@@ -248,22 +252,20 @@ def test_drafts_are_told_where_they_are_asked_for() -> None:
     answer = chat(stream=True, mlxspec={"drafts": True})
     chunks = answer.feed([*events, ended()])
     assert [chunk["choices"][0].get("mlxspec") for chunk in chunks] == [
-        None,
         {"drafts": [["The", False], [" quick", True]]},
         None,
     ]
     text = completion(stream=True, mlxspec={"drafts": True}, echo=True)
-    echo, first, _ = text.feed([*events, ended()])
+    (echo,), (first, _) = text.begin(), text.feed([*events, ended()])
     assert echo["choices"][0]["mlxspec"] == {"drafts": [["Hi", False]]}
     assert first["choices"][0]["mlxspec"] == {"drafts": [["The", False], [" quick", True]]}
 
 
 def test_the_choices_begin_before_any_token() -> None:
     answer = chat(stream=True, n=2)
-    chunks = answer.begun()
+    chunks = answer.begin()
     assert [chunk["choices"][0]["index"] for chunk in chunks] == [0, 1]
     assert [delta["role"] for delta in deltas(chunks)] == ["assistant"] * 2
-    assert answer.begun() == []
     assert deltas(answer.feed([Piece(1, "a", 65)])) == [{"content": "a"}]
 
 
@@ -351,7 +353,7 @@ def test_choices_of_several_prompts_stand_in_their_order() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_echoed_prompt_comes_once(stream: bool) -> None:
     answer = completion(echo=True, stream=stream)
-    chunks = [c for event in [*pieces("Hello"), ended()] for c in answer.feed([event])]
+    chunks = answer.begin() + answer.feed(pieces("Hello")) + answer.feed([ended()])
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "HiHello"
     assert answer.whole()["choices"][0]["text"] == "HiHello"
 

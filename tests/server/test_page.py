@@ -42,7 +42,7 @@ def rows(document: str) -> list[list[str]]:
 
 def test_the_page_shows_the_figures_of_the_status() -> None:
     with running_server() as server:
-        assert "Nobody has asked anything yet." in shown_text(shown_document(server.address + "/"))
+        assert "No requests yet." in shown_text(shown_document(server.address + "/"))
         for _ in range(3):
             server.client().chat.completions.create(**ASK, max_tokens=64)
         page = shown_document(server.address + "/")

@@ -135,7 +135,7 @@ def test_ctrl_c_lets_running_requests_end(endless: Path) -> None:
     with serving(endless, "--grace", "600") as server:
         with stream_of(server, 3000) as lines:
             server.signal(signal.SIGINT)
-            server.wait_for_line("600 s for 1 running request to end")
+            server.wait_for_line("600 s for running requests to end")
             until(lambda: not listens(server))
             rest = [line for line in lines if line]
         assert '"finish_reason": "length"' in rest[-2]

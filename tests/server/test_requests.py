@@ -197,6 +197,9 @@ def test_null_is_absent_within_objects_too() -> None:
 
 def test_what_no_server_knows_is_ignored() -> None:
     assert effect(chat(frobnicate=[1], **{"": 0})) == effect(chat())
+    nested = {"format": {"type": "json_object"}}  # these objects have no such field
+    for name in ("stream_options", "prediction", "mlxspec", "reasoning"):
+        assert effect(chat(**{name: nested})) == effect(chat()), name
 
 
 def test_unknown_options_of_a_stream_are_ignored() -> None:
@@ -397,6 +400,11 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ),
         ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
         (
+            {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
+            "messages[0].images",
+        ),
+        ({"continue_final_message": "no"}, "continue_final_message"),
+        (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": 5, "function": {}}]}]},
             "messages[0].tool_calls[0].function.name",
         ),
@@ -411,6 +419,25 @@ def test_what_is_wrong_or_cannot_be_done_is_refused_by_name(
     fields: dict[str, Any], param: str
 ) -> None:
     assert param_of({"messages": HELLO, **fields}) == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "x"}}, "tools": [WEATHER]},
+            "tool_choice is 'x': name one of the tools.",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": "{}"}},
+            "structured_outputs.structural_tag is '{}': leave it out.",
+        ),
+    ],
+)
+def test_errors_say_what_was_sent_and_what_to_do(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        chat(**fields)
+    assert caught.value.message == message
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 5, True, float("nan")])
@@ -446,10 +473,11 @@ def test_messages_come_in_the_form_of_chat_templates() -> None:
                 },
                 {"role": "tool", "tool_call_id": "1", "content": "sunny"},
                 {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+                {"role": "assistant", "content": None, "refusal": "No."},
             ]
         }
     )
-    system, user, calls, tool, refusal = request.conversation
+    system, user, calls, tool, *refusals = request.conversation
     assert system == {"role": "system", "content": "Be brief."}
     assert user == {"role": "user", "content": "ab"}
     assert (calls["content"], calls["reasoning_content"]) == ("", "Hm.")
@@ -461,12 +489,13 @@ def test_messages_come_in_the_form_of_chat_templates() -> None:
     ]
     assert calls["tool_calls"][0]["id"] == "1"
     assert tool == {"role": "tool", "content": "sunny", "tool_call_id": "1"}
-    assert refusal["content"] == "No."
+    assert [refusal["content"] for refusal in refusals] == ["No.", "No."]
 
 
 def test_a_trailing_message_of_the_assistant_is_gone_on_with() -> None:
     prefill = [*HELLO, {"role": "assistant", "content": "Well,"}]
     assert chat(messages=prefill).continued
+    assert not chat(messages=prefill, continue_final_message=False).continued
     assert not chat().continued
     empty = chat(messages=[*HELLO, {"role": "assistant", "content": ""}])
     assert empty.conversation == chat().conversation

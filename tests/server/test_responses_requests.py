@@ -124,7 +124,7 @@ def test_an_item_is_inserted_once() -> None:
     reference = {"type": "item_reference", "id": "msg_1_0"}
     assert asked(input=[reference]).items == [KEPT]
     assert asked(input=[{"id": "msg_1_0"}]).items == [KEPT]
-    with pytest.raises(ApiError, match="there already") as caught:
+    with pytest.raises(ApiError, match="already used") as caught:
         asked(input=[reference, reference])
     assert caught.value.param == "input[1].id"
 
@@ -138,7 +138,7 @@ def test_a_text_is_a_message_of_the_user() -> None:
     request = asked()
     chat = parse(ChatBody, {"messages": [{"role": "user", "content": "Hello"}]})
     names = """model max_tokens n stop stream conversation continued tools_shown
-        choice parallel_tool_calls template_kwargs constraints top"""
+        tool_mode parallel_tool_calls template_kwargs constraints top"""
     for name in names.split():
         assert getattr(request, name) == getattr(chat, name), name
     assert request.sampling() == chat.sampling()
@@ -162,7 +162,7 @@ def test_what_codex_sends_is_a_chat() -> None:
         ("call_3", {"name": "agents__spawn", "arguments": {}}),
     ]
     assert [result["tool_call_id"] for result in results] == ["abcdefghi", "call_2", "call_3"]
-    assert results[2]["content"] == "Look: [image: left out, since this model reads text alone]"
+    assert results[2]["content"] == "Look: [image: left out, since this model reads only text]"
     names = [tool["function"]["name"] for tool in request.tools_shown]
     assert names == ["exec_command", "apply_patch", "agents__spawn", "agents__close"]
     assert request.tools_shown[0]["function"] == {
@@ -214,7 +214,7 @@ def test_tools_may_be_named_and_bounded() -> None:
 
     def chosen(choice: Any) -> tuple[str, str | None, int]:
         request = asked(tools=tools, tool_choice=choice)
-        return *request.choice, len(request.tools_shown)
+        return *request.tool_mode, len(request.tools_shown)
 
     assert chosen("required") == ("required", None, 4)
     assert chosen("none") == ("none", None, 0)

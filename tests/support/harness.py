@@ -41,7 +41,7 @@ def new_target(
     model: nn.Module, capability: Capability = Capability.TREE, cache: CacheOptions | None = None
 ) -> Target:
     """The model with an empty cache."""
-    return target_for(model, capability, vocabulary_size(model), cache)
+    return target_for(model, capability, cache)
 
 
 def next_logits(target: Target, token: int) -> mx.array:
@@ -63,7 +63,10 @@ def decode(
         for done, total in sequence.begin_in_chunks():
             on_progress(done, total)
         while not sequence.finished:
-            yield engine.step(sequence)
+            (outcome,) = engine.joint_step([sequence])
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield outcome
     finally:
         sequence.close()
 
@@ -81,7 +84,7 @@ def run(
     keeps_logprobs: bool = True,
 ) -> Run:
     target = new_target(model, capability, cache)
-    outcome = Run([], 0, 0, 0, 0, target, mx.zeros((0, target.vocab_size)))
+    outcome = Run([], 0, 0, 0, 0, target, mx.zeros((0, vocabulary_size(model))))
     logprobs = []
     for step in decode(
         target,

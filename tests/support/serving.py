@@ -19,8 +19,7 @@ from mlxspec.server.app import create_app
 from mlxspec.server.catalog import Catalog, Entry
 from mlxspec.server.connections import HttpServer
 from mlxspec.server.memory import ServerMemory
-from mlxspec.server.prefix_cache import PrefixCache
-from mlxspec.server.served_model import CacheMemory, Need, ServedModel
+from mlxspec.server.served_model import Need, ServedModel
 from mlxspec.server.worker import Worker
 from tests.support.chat_tokenizer import CHATML, chat_tokenizer, with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
@@ -53,11 +52,7 @@ def served(name: str = "small", cache_bytes: int = 1 << 28, **options: Any) -> S
     """The small model that repeats itself, ready to be served."""
     decoder = stand_in_decoder(mlxspec.AutoDecoder, memory_tokens=0)
     decoder.costs = given_costs(FLAT)
-    caches = CacheOptions(**options)
-    memory = CacheMemory(decoder.model, caches)
-    chunks_matter = decoder.chunks_matter
-    cache = PrefixCache(decoder.model, cache_bytes, caches, chunks_matter=chunks_matter)
-    return ServedModel(name, decoder, cache, memory, options=vars(caches))  # type: ignore[arg-type]
+    return ServedModel(name, decoder, CacheOptions(**options), cache_bytes)
 
 
 def served_with_tools() -> ServedModel:
@@ -83,7 +78,7 @@ def served_random(
     model = random_model("llama", vocab_size=len(tokenizer) + 6)
     decoder = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
     decoder.costs = given_costs(FLAT)
-    return ServedModel(name, decoder, PrefixCache(model, 1 << 24), CacheMemory(model))
+    return ServedModel(name, decoder)
 
 
 def memory_with_room(model: ServedModel, nbytes: int) -> ServerMemory:

@@ -33,7 +33,7 @@ from ..common.model_choice import (
     note_if_demo,
     resolved,
 )
-from ..common.notes import in_one_line
+from ..common.notes import note
 from ..common.options import COUNT, FILE, color_option, command, option
 from ..common.output import Figures, counted, error_console, output_console, prefill_bar
 from ..common.prompt import template_option
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .terminal import MarkdownPrinter
 
 _GLANCE = 60  # characters of a message that are enough to recognise it
-_ANSWERS_SHARE = 4  # a quarter of the context is kept for an answer, or less if it is limited
+_ANSWERS_SHARE = 4  # a quarter of the context is kept for an answer, at most --max-tokens
 
 _model = partial(option, group="Model and prompt")
 _output = partial(option, group="Output")
@@ -119,13 +119,13 @@ def chat_command(
 
 @dataclass(eq=False)
 class Chat:
-    """A chat: the conversation, the commands, and what is printed.
+    """A chat: the conversation, its commands and its output.
 
     Attributes:
         model: the model that answers.
         generation: the options of answers; /retry may override the temperature and the seed.
         console: standard error.
-        printer: makes what writes an answer.
+        printer: makes the object that writes an answer.
         interactive: show figures, and continue after an error.
         system_prompt: the system prompt, before all messages.
     """
@@ -164,7 +164,7 @@ class Chat:
             except MlxspecError as error:
                 if not self.interactive:
                     raise
-                self._note(in_one_line(error))
+                note(error)
             except KeyboardInterrupt:
                 if not self.interactive:
                     raise
@@ -189,7 +189,8 @@ class Chat:
     def answer(self, message: str, **sampling: Any) -> None:
         """Answer a message, and write the text as it is generated; Ctrl-C ends only the answer.
 
-        The message replaces an unanswered one. If the answer is ended early, its part is kept.
+        The message replaces an unanswered one. If the answer is interrupted, the part so far is
+        kept.
 
         Args:
             message: the user's message.
@@ -222,12 +223,11 @@ class Chat:
             if said:
                 self.messages.append({"role": "assistant", "content": said})
         if last is None or last.finish_reason is None:
-            self.say("The answer was stopped; /retry begins another.")
+            self.say("The answer was stopped; /retry starts another.")
             return
-        cost = self.model.predicted_cost
-        self._figures.add(last, last.generation_tokens, cost)
+        self._figures.add(last, last.generation_tokens)
         if self.interactive:
-            self.say(answer_line(last, cost, self.generation.max_tokens))
+            self.say(answer_line(last, self.generation.max_tokens))
 
     def _fitting_prompt(self) -> list[int]:
         """The conversation's tokens.
@@ -246,7 +246,7 @@ class Chat:
             dropped += 1
             tokens = self.model.tokenize(self.conversation)
         if dropped:
-            self._note(
+            note(
                 f"the model's context of {length:,} tokens is full: left out the first "
                 f"{counted(dropped, 'turn')}; /reset starts over"
             )
@@ -264,7 +264,7 @@ class Chat:
         return self.messages.pop()["content"]
 
     def restore(self, system_prompt: str | None, messages: Messages) -> None:
-        """Continue another conversation, from :func:`read_chat`."""
+        """Continue another conversation, which :func:`read_chat` returned."""
         self.system_prompt, self.messages, self._figures = system_prompt, messages, Figures()
         self.say(f"Loaded {self._turns()}.")
         if self.unanswered:
@@ -283,9 +283,6 @@ class Chat:
         """Print a text that is not an answer."""
         self.console.print(visible(text), style="dim", soft_wrap=not self.interactive)
 
-    def _note(self, text: str) -> None:
-        self.say(f"Note: {text}")
-
     # The commands.
 
     def _help(self, _: str) -> None:
@@ -294,7 +291,7 @@ class Chat:
     def _retry(self, argument: str) -> None:
         """Answer the last message again; above temperature 0 the answer differs.
 
-        If there is no new answer, the earlier one stays.
+        If that fails, the earlier answer stays.
         """
         self._check_begun()
         temp, seed = self.generation.sampling.temp, self.generation.sampling.seed
@@ -308,7 +305,7 @@ class Chat:
         if not self.unanswered:
             self._retries += 1
             if temp == 0:
-                self._note(
+                note(
                     "at temperature 0 the same conversation gets the same answer: '/retry 0.8' "
                     "samples another"
                 )
@@ -322,7 +319,7 @@ class Chat:
                 self.messages[-1:] = before
 
     def _undo(self, _: str) -> None:
-        self.say(f"Took back: {shorten(self.undo(), _GLANCE, placeholder=' …')}")
+        self.say(f"Removed: {shorten(self.undo(), _GLANCE, placeholder=' …')}")
 
     def _reset(self, _: str) -> None:
         self.messages, self._figures = [], Figures()
@@ -356,17 +353,16 @@ class Chat:
         raise EOFError
 
 
-def answer_line(last: GenerationResponse, predicted_cost: float, max_tokens: int) -> str:
-    """The figures of one answer, and why it was cut if it was.
+def answer_line(last: GenerationResponse, max_tokens: int) -> str:
+    """The figures of one answer, and the reason if it was cut.
 
     Args:
         last: the answer's last response.
-        predicted_cost: the cost of its steps, in plain steps; 0 if unknown.
-        max_tokens: the most tokens that it could have.
+        max_tokens: the most tokens that it was allowed.
     """
     figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
-    if predicted_cost:
-        figures.append(f"{last.stats.emitted / predicted_cost:.1f}× plain")
+    if last.stats.gain:
+        figures.append(f"{last.stats.gain:.1f}× plain")
     figures += [
         f"{last.stats.tokens_per_step:.2f} per step",
         f"{last.reused_tokens:,} of {last.prompt_tokens:,} prompt tokens reused",
@@ -389,7 +385,7 @@ Command = Callable[[Chat, str], None]
 COMMANDS: dict[str, tuple[str, Command]] = {
     "/help": ("show commands and keys", Chat._help),
     "/retry [TEMP]": ("answer the last message again", Chat._retry),
-    "/undo": ("take back the last message and its answer", Chat._undo),
+    "/undo": ("remove the last message and its answer", Chat._undo),
     "/reset /clear": ("begin a new conversation", Chat._reset),
     "/system [TEXT]": ("show or set the system prompt; - removes it", Chat._system),
     "/model [NAME]": ("show the model, or switch to another", Chat._model),
@@ -398,7 +394,7 @@ COMMANDS: dict[str, tuple[str, Command]] = {
     "/stats": ("show figures of the conversation", Chat._stats),
     "/exit /quit /bye": ("leave, as does Ctrl-D", Chat._exit),
 }
-"""What the commands do, by their names and argument as the help shows them."""
+"""The commands' descriptions and functions, by their names and argument as the help shows them."""
 
 NAMES = {name: spelling for spelling in COMMANDS for name in re.findall(r"/\w+", spelling)}
 
@@ -418,7 +414,7 @@ def help_text() -> str:
 
 
 def command_in(message: str) -> tuple[Command, str] | None:
-    """The command in a message and its argument, or None if the message is text to be answered.
+    """The command in a message and its argument, or None if the message is text to answer.
 
     A command begins with a slash. A message with a space before the slash is text, and so is one
     that begins with a path (``/etc/hosts``).
@@ -443,15 +439,14 @@ def command_in(message: str) -> tuple[Command, str] | None:
 # --- a model in this process ---
 
 
+@dataclass(eq=False)
 class LocalModel:
     """A model in this process, used for a chat.
 
-    Args:
-        generation: which model to use, and how to draft.
+    Attributes:
+        first: the model to use first, and how to draft.
         load: loads the model of a generation.
         template_arguments: variables for the model's chat template.
-
-    Attributes:
         name: the model's name, as the user gave it.
         decoder: the loaded model.
         session: holds the KV cache of the conversation.
@@ -461,30 +456,23 @@ class LocalModel:
         MlxspecError: it cannot be loaded, or has no chat template.
     """
 
-    def __init__(
-        self,
-        generation: Generation,
-        load: Callable[[Generation], Decoder],
-        template_arguments: Mapping[str, Any],
-    ) -> None:
-        self._first, self._load = generation, load
-        self._template_arguments = template_arguments
-        self._use(model_or_default(generation.model))
+    first: Generation
+    load: Callable[[Generation], Decoder]
+    template_arguments: Mapping[str, Any]
 
-    @property
-    def predicted_cost(self) -> float:
-        """The cost of the last answer's steps, in plain steps; 0 if unknown."""
-        return self.decoder.predicted_cost
+    def __post_init__(self) -> None:
+        self._use(model_or_default(self.first.model))
 
     def tokenize(self, messages: Messages) -> list[int]:
         """The tokens of a conversation in the model's chat template.
 
         Raises:
-            PromptError: the template fails, for example because it takes no system prompt.
+            PromptError: the template fails, for example because it does not support a system
+                prompt.
         """
         from ...models.chat_template import conversation_ids
 
-        return conversation_ids(self.decoder.tokenizer, messages, self._template_arguments)
+        return conversation_ids(self.decoder.tokenizer, messages, self.template_arguments)
 
     def stream(
         self, generation: Generation, tokens: Sequence[int], on_progress: Progress
@@ -500,14 +488,14 @@ class LocalModel:
         return generation.stream(self.decoder, tokens, templated=True, **how)
 
     def others(self) -> list[str]:
-        """The names that :meth:`switch` takes, besides directories."""
+        """The names that :meth:`switch` accepts, besides directories."""
         return [*known_names()]
 
     def switch(self, name: str) -> None:
         """Load another model, and download it if necessary.
 
-        The present one is unloaded first, since memory may not hold both. If the other cannot be
-        used, it is loaded again.
+        The current model is unloaded first, since memory may not hold both. If the other cannot be
+        used, the current one is loaded again.
 
         Raises:
             MlxspecError: the other model cannot be loaded, or has no chat template.
@@ -528,15 +516,12 @@ class LocalModel:
             raise
 
     def _use(self, name: str) -> None:
-        """Load a model; only the first has the head and the adapters of the command line."""
+        """Load a model."""
         from ...engine.model_sizes import context_length
         from ...generation.session import Session
 
-        asked = self._first
-        if name != model_or_default(asked.model):
-            drafting = replace(asked.drafting, head=None)
-            asked = replace(asked, model=name, drafting=drafting, adapter_path=None)
-        decoder = self._load(asked)
+        is_first = name == model_or_default(self.first.model)
+        decoder = self.load(self.first.for_model(name, is_first))
         if not decoder.tokenizer.has_chat_template:
             raise OptionError(
                 "this model's tokenizer has no chat template: choose a chat model, or use "
@@ -550,7 +535,7 @@ class LocalModel:
 
 
 def write_chat(path: Path, model: str, conversation: Messages) -> None:
-    """Write a conversation, whole or not at all; replace only what :func:`read_chat` reads.
+    """Write a conversation, completely or not at all; only a saved chat is replaced.
 
     Args:
         path: the file.
@@ -589,8 +574,8 @@ def read_chat(path: Path) -> tuple[str | None, Messages]:
     roles = [message["role"] for message in messages]
     if roles != [("user", "assistant")[number % 2] for number in range(len(roles))]:
         raise FileError(
-            f"{path}: is not a saved chat (its messages must be the user's and the assistant's in "
-            "turn); name another file"
+            f"{path}: is not a saved chat (its messages must alternate between user and "
+            "assistant); name another file"
         )
     return system_prompt, messages
 

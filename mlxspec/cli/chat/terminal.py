@@ -116,7 +116,9 @@ def _is_open(text: str) -> bool:
 
 
 def _unquoted(text: str) -> str:
-    """A message without three double quotes around it, or before it at the end of the input."""
+    """A message without its enclosing three double quotes; the closing ones may be missing at the
+    end of the input.
+    """
     within = text.removeprefix(_QUOTES).rstrip()
     if not text.startswith(_QUOTES) or not (_is_open(text) or within.endswith(_QUOTES)):
         return text
@@ -142,12 +144,12 @@ class ChatCompleter(Completer):
     """Completes commands, and the files or models after them.
 
     Args:
-        models: returns the names that ``/model`` takes besides directories.
+        models: returns the names that ``/model`` accepts besides directories.
     """
 
     def __init__(self, models: Callable[[], list[str]]) -> None:
         def known() -> list[str]:
-            with suppress(MlxspecError):  # a server that is gone; the next answer reports it
+            with suppress(MlxspecError):  # the server is gone, which the next answer reports
                 return models()
             return []
 
@@ -169,7 +171,9 @@ class ChatCompleter(Completer):
 
 
 def _types_command() -> bool:
-    """Whether completions may show before Tab is pressed: after it, disks or servers answer."""
+    """Whether completions may show before Tab is pressed: only for the command, since files and
+    models must be looked up.
+    """
     text = get_app().current_buffer.text
     return text.startswith("/") and " " not in text
 

@@ -22,20 +22,22 @@ if TYPE_CHECKING:
     from ...generation.response import GenerationResponse
     from ...models.chat_template import Messages
 
-_SILENCE = 60.0  # seconds; mlxspec serve sends keep-alives sooner
+_SILENCE = 300.0  # seconds; a server sends keep-alives sooner, but none while it loads a model
 
 
 class ApiClient:
     """Sends requests to a server, with the API key from the environment if it is set.
 
     Args:
-        address: the server's URL, as the server prints it.
+        address: the server's URL, as the server prints it; ``http://`` may be left out.
 
     Attributes:
         address: the URL without a slash or ``/v1`` at the end.
     """
 
     def __init__(self, address: str) -> None:
+        if "://" not in address:
+            address = f"http://{address}"
         self.address = address.rstrip("/").removesuffix("/v1")
         # The server is on this machine or in its network, which a proxy may not reach.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -56,7 +58,8 @@ class ApiClient:
             name = first or next(iter(models))
         except (AttributeError, LookupError, TypeError, StopIteration) as error:
             raise OptionError(
-                f"--server {self.address} sent no list of models: start one with 'mlxspec serve'"
+                f"--server {self.address} sent no list of models: give the address of an mlxspec "
+                "server, or start one with 'mlxspec serve'"
             ) from error
         name = name if name in models else given_name(name)
         if name not in models:
@@ -95,11 +98,11 @@ class ApiClient:
                 message = json.loads(error.read())["error"]["message"]
             except (OSError, ValueError, LookupError, TypeError, HTTPException):
                 message = error
-            remedy = f"; {API_KEY} must hold the server's key" if error.code == 401 else ""
+            remedy = f"; set {API_KEY} to the server's key" if error.code == 401 else ""
             raise PromptError(f"--server {self.address}: {message}{remedy}") from error
         except (OSError, ValueError, HTTPException) as error:
             raise OptionError(
-                f"--server {self.address}: {getattr(error, 'reason', error)}; start one with "
+                f"--server {self.address}: {getattr(error, 'reason', error)}; start a server with "
                 "'mlxspec serve', or give the address that it prints"
             ) from error
 
@@ -107,28 +110,25 @@ class ApiClient:
 # --- answers ---
 
 _NOT_SENT = {"temp", "min_tokens_to_keep", "logits_processors", "sampler", "xtc_special_tokens"}
-_ONLY_LOCAL = DraftingOptions(), CacheOptions(), None, 1  # what servers take no options for
+_ONLY_LOCAL = DraftingOptions(), CacheOptions(), None, 1  # if no options are given
 
 
 class RemoteModel:
     """A server's model, used for a chat.
 
     Args:
-        address: the server's URL, as the server prints it.
+        address: the server's URL, as the server prints it; ``http://`` may be left out.
         generation: which model to use.
         template_arguments: variables for the model's chat template.
 
     Attributes:
         name: the model's name.
         context_length: in tokens; None if unknown.
-        predicted_cost: 0, since servers do not report it.
 
     Raises:
         OptionError: the server does not answer or has no such model, or an option is given that
-            only ``mlxspec serve`` takes.
+            only ``mlxspec serve`` accepts.
     """
-
-    predicted_cost = 0.0
 
     def __init__(
         self, address: str, generation: Generation, template_arguments: Mapping[str, Any]
@@ -136,7 +136,7 @@ class RemoteModel:
         kept, least = generation.adapter_path, generation.sampling.min_tokens_to_keep
         if (generation.drafting, generation.caches, kept, least) != _ONLY_LOCAL:
             raise OptionError(
-                "options for drafts, caches, adapters and --min-tokens-to-keep are not for chats "
+                "options for drafts, caches, adapters and --min-tokens-to-keep have no effect "
                 "with --server: leave them out"
             )
         self._client = ApiClient(address)
@@ -197,7 +197,7 @@ class RemoteModel:
         begun, trimmed = 0.0, without_first_space(True)
         for chunk in self._client.events("/v1/completions", body):
             if "error" in chunk:
-                raise PromptError(f"the server: {chunk['error'].get('message')}")
+                raise PromptError(f"the server says: {chunk['error'].get('message')}")
             for choice in chunk["choices"]:
                 begun = begun or time.perf_counter()
                 last.finish_reason = choice["finish_reason"] or last.finish_reason

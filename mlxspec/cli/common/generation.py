@@ -1,7 +1,7 @@
-"""Options that the generating commands share, and how these load a model and generate.
+"""Options that the generating commands share, and the code that loads a model and generates.
 
 A command with the options of :class:`Generation` gets an instance of it, which has already checked
-all that needs no model. The instance then loads the model and generates with it.
+everything that needs no model. The instance then loads the model and generates with it.
 """
 
 from __future__ import annotations
@@ -55,14 +55,17 @@ API_KEY = "MLXSPEC_API_KEY"
 """The environment variable that holds a server's key, for the server and its clients."""
 
 _DECODERS = ("auto", "prompt-lookup", "lookahead", "plain")
-# Options that only one decoder takes. It is the default if such an option is given.
+# Options of one decoder only. If such an option is given, that decoder is the default.
 _auto = partial(option_field, of="auto")
 _lookup = partial(option_field, of="prompt-lookup")
 _lookahead = partial(option_field, of="lookahead")
 
 
 def _number_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither a whole number nor auto") from None
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,16 @@ class DraftingOptions:
 
     decoder: str | None = option_field(
         "--decoder",
-        "auto chooses each draft by its measured cost; prompt-lookup has fixed parameters; "
+        "auto sizes each draft by measured costs; prompt-lookup has fixed parameters; "
         "lookahead drafts from the model's own guesses.  "
-        "[default: auto, or the one that the given options need]",
+        "[default: auto, or the decoder that the given options need]",
         type=click.Choice(_DECODERS),
     )
     store: str | None = _auto(
         "--store FILE", "With auto: also draft from a store made by 'mlxspec store'.", type=NAME
     )
     drafter: str | None = _auto(
-        DRAFTER, "With auto: also draft with your own class, where that pays."
+        DRAFTER, "With auto: also draft with your own class where that pays."
     )
     draft_model: str | None = _auto(
         "--draft-model MODEL",
@@ -115,13 +118,13 @@ class DraftingOptions:
     )
     window_size: int | str | None = _lookahead(
         "-W --window-size --WINDOW_SIZE W",
-        "Lookahead: columns of the window; auto uses look-ups instead, as many as pay.  "
+        "Lookahead: columns of the window; auto uses no window, but as many look-ups as pay.  "
         "[default: auto]",
         type=_number_or_auto,
     )
     ngram_size: int | None = _lookahead(
         "-N --ngram-size --LEVEL N",
-        "Lookahead: length of the n-grams; with auto, their greatest length.  [default: 5]",
+        "Lookahead: length of the n-grams; with auto, the greatest length.  [default: 5]",
     )
     guess_set_size: int | None = _lookahead(
         "-G --guess-set-size --GUESS_SET_SIZE G",
@@ -143,7 +146,7 @@ class DraftingOptions:
         _ = self.fixed  # raises an error for a wrong value
 
     def _for_one_decoder(self) -> dict[str, str]:
-        """The given options that only one decoder takes, with that decoder."""
+        """The given options that belong to only one decoder, with that decoder."""
         return {
             own.name: own.metadata["of"]
             for own in fields(self)
@@ -152,12 +155,12 @@ class DraftingOptions:
 
     @cached_property
     def kind(self) -> str:
-        """The name of the decoder: the requested one, or the one that takes the given options."""
+        """The decoder's name: the requested one, or the one that the given options belong to."""
         return self.decoder or next(iter(self._for_one_decoder().values()), "auto")
 
     @cached_property
     def fixed(self) -> PromptLookup | Lookahead | None:
-        """How to draft from the text alone, with fixed parameters; None with auto."""
+        """Prompt lookup or lookahead with the given parameters; None if the decoder is auto."""
         if self.kind == "auto":
             return None
 
@@ -225,13 +228,26 @@ class Generation:
 
     @cached_property
     def constraint(self) -> Constraint | None:
-        """The form of the output; None for any."""
+        """The required form of the output; None for any."""
         check_one(**{name: getattr(self, name) for name in FORMS})
         if self.json_schema is not None:
             return Constraint.json_schema(read_text("--json-schema", self.json_schema))
         if self.grammar is not None:
             return Constraint.grammar(read_text("--grammar", self.grammar))
         return None if self.regex is None else Constraint.regex(self.regex)
+
+    def for_model(self, model: str, is_named: bool) -> Generation:
+        """The options for a model.
+
+        Args:
+            model: its name.
+            is_named: whether the options were given for this model. Other models do not get
+                adapters, head, draft model and store.
+        """
+        if is_named:
+            return replace(self, model=model)
+        drafting = replace(self.drafting, head=None, draft_model=None, store=None)
+        return replace(self, model=model, drafting=drafting, adapter_path=None)
 
     def load(
         self,
@@ -240,7 +256,7 @@ class Generation:
         leader: Leader | None = None,
         on_read: OnRead = lambda nbytes: None,
     ) -> Decoder:
-        """Load the model, and measure the cost of its steps if that is needed and unknown.
+        """Load the model, and measure the cost of its steps if it is needed and unknown.
 
         Args:
             console: shows the progress of the measurement; None leaves it to the caller.
@@ -259,7 +275,7 @@ class Generation:
         drafting = self.drafting
         if leader and (self.adapter_path is not None or drafting.head is not None):
             raise OptionError(
-                "--adapter-path and --head are not for a model that is split over several "
+                "--adapter-path and --head do not work with a model that is split over several "
                 "machines: leave them out, or run without mlx.launch"
             )
         name = model_or_default(self.model)
@@ -273,7 +289,7 @@ class Generation:
         if leader:
             model, tokenizer = leader.load(name)
         else:
-            # A draft model drafts in the place of the head that comes with a model.
+            # A draft model replaces the head that comes with a model.
             without = drafting.fixed or drafting.draft_model or drafting.no_head
             wanted = False if without else drafting.head
             model, tokenizer, head = load_with_head(name, wanted, self.adapter_path, on_read)
@@ -289,9 +305,9 @@ class Generation:
         decoder.keeps_experience = memories.keeps
         if draft_model is not None:
             check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
-        if bar and decoder.plans:
+        if bar and drafts_from.plans:
             with bar:
-                _ = decoder.costs  # a trained head is attached and measured before
+                _ = decoder.costs  # after a trained head has been attached and measured
         return decoder
 
     def request(
@@ -309,13 +325,13 @@ class Generation:
             decoder: made by :meth:`load`.
             tokens: the prompt.
             templated: whether the output is an answer in a chat.
-            begun: the beginning of that answer, at the end of the prompt; the form applies to what
-                follows it.
+            begun: the beginning of that answer, at the end of the prompt; the required form applies
+                only to the text after it.
             more: other arguments of :meth:`mlxspec.Decoder.decode`.
 
         Returns:
-            the request, and a function to apply to each of its responses before showing it. The
-            function drops the space that a tokenizer may put before an answer in a chat.
+            the request, and a function to apply to each response before it is shown, which drops
+            the space that a tokenizer may put before an answer in a chat.
 
         Raises:
             PromptError, OptionError: as for :meth:`mlxspec.Decoder.decode`.
@@ -356,8 +372,10 @@ class Generation:
             yield from map(as_shown, generated)
 
     def options(self, decoder: Decoder) -> GenerationOptions:
-        """The options for :meth:`mlxspec.Decoder.decode`: sampling, form, ends and caches."""
-        # XTC never removes line breaks and end tokens, as on mlx-lm's command line.
+        """The options for :meth:`mlxspec.Decoder.decode`: sampling, output form, stops and
+        caches.
+        """
+        # As on mlx-lm's command line, XTC never removes line breaks and end tokens.
         kept = [*decoder.tokenizer.encode("\n"), *decoder.tokenizer.eos_token_ids]
         sampling = replace(self.sampling, xtc_special_tokens=kept)
         options = {"sampling": sampling, "constraint": self.constraint}
@@ -370,7 +388,7 @@ class Generation:
 
         if finish_reason == "length" and generated < self.max_tokens:
             length = context_length(model)
-            note(f"the model's context of {length:,} tokens is full: the output ends there")
+            note(f"the model's context of {length:,} tokens is full, so the output ends here")
 
 
 def generation_options(leave_out: Collection[str] = ()) -> Decorator:
@@ -402,11 +420,11 @@ def without_first_space(applies: bool) -> Callable[[GenerationResponse], Generat
 
 
 def room_for(longest: int | None, n_prompt: int, max_tokens: int) -> int:
-    """How many tokens an output may have, at least one.
+    """How many tokens an output may have: at least one.
 
     Args:
         longest: the model's context length in tokens; None if unknown.
         n_prompt: the number of prompt tokens.
-        max_tokens: the most tokens in an empty context.
+        max_tokens: the limit that the user set.
     """
     return max_tokens if longest is None else max(1, min(max_tokens, longest - n_prompt))

@@ -27,7 +27,7 @@ SMALL_MODEL = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
 DEMO_CAN = 'Repeat this 3 times: "The red fox sees the river."'
 """A prompt that the demo model can answer."""
 
-ABOUT = "A model directory, a Hub repository, an alias of 'mlxspec config', or 'demo'."
+_ABOUT = "A model directory, a Hub repository, an alias of 'mlxspec config', or 'demo'."
 
 
 class _Model(click.ParamType):
@@ -90,27 +90,24 @@ def model_or_default(model: str | None) -> str:
 def note_if_demo(model: str | None) -> None:
     """Print a note if the demo model answers because no model is named or set.
 
-    Call it when no error can come before the answer any more.
+    Call this only when nothing can fail before the answer.
     """
     if not (model or default_model()):
         note(
-            "no model is named, so the demo model answers: a toy that repeats, copies, edits and "
+            "no model is named, so the demo model answers, a toy that repeats, copies, edits and "
             f"quotes text, such as '{DEMO_CAN}'; for more try --model {SMALL_MODEL}"
         )
 
 
 # --- as options and arguments ---
 
-DEFAULT = f"  [default: {MODEL_VARIABLE}, 'mlxspec config', or ./{DIRECTORY}]"
-DEFAULT_OR_DEMO = f"  [default: {MODEL_VARIABLE}, 'mlxspec config', ./{DIRECTORY}, or demo]"
+_DEFAULT = f"  [default: {MODEL_VARIABLE}, 'mlxspec config', ./{DIRECTORY}, or demo]"
+
+model_option = option("-m --model MODEL", _ABOUT + _DEFAULT, type=MODEL, group="Model and prompt")
+"""``--model`` for a command whose argument is not a model."""
 
 
-def model_option(group: str) -> Decorator:
-    """``--model`` for a command whose argument is not a model."""
-    return option("-m --model MODEL", ABOUT + DEFAULT_OR_DEMO, type=MODEL, group=group)
-
-
-def model_argument(about: str = ABOUT + DEFAULT_OR_DEMO, *, several: bool = False) -> Decorator:
+def model_argument(about: str = _ABOUT + _DEFAULT, *, several: bool = False) -> Decorator:
     """MODEL, as an argument or with ``--model``; the command gets it as ``model``, or None.
 
     Args:
@@ -124,27 +121,12 @@ def model_argument(about: str = ABOUT + DEFAULT_OR_DEMO, *, several: bool = Fals
         if several:
             return *placed, *named
         if placed and named and placed != named:
-            raise click.UsageError(f"MODEL is {placed}, and --model {named}: give one of them")
+            raise click.UsageError(f"MODEL is {placed}, but --model is {named}: give one of them")
         return placed or named
 
-    same = "Another way to name MODEL" + ("; repeatable." if several else ".")
+    same = "Another way to give MODEL" + ("; repeatable." if several else ".")
     early = {"group": ARGUMENTS, "is_eager": True}  # the argument's callback needs its value
     by_name = option("-m --model MODEL", same, "named", type=MODEL, multiple=several, **early)
     how = {"metavar": words, "nargs": -1 if several else 1, "callback": in_either_way}
     by_place = argument(name, about, required=False, type=MODEL, **how)
     return lambda function: by_place(by_name(function))
-
-
-def needed_model(model: str | None) -> str:
-    """The given model or the default one, for commands that do not fall back on the demo model.
-
-    Raises:
-        click.UsageError: no model is given or set.
-    """
-    found = model or default_model()
-    if found is None:
-        raise click.UsageError(
-            "name a MODEL: a directory, a Hub repository, an alias, or demo; 'mlxspec models' "
-            "lists those on this machine"
-        )
-    return found

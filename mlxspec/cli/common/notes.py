@@ -1,4 +1,4 @@
-"""Notes on standard error, and the end of a command: an error in one line, and an exit status."""
+"""Notes on standard error, one-line errors, and exit statuses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def note(message: object) -> None:
 
 def _write(line: str) -> None:
     with suppress(OSError):  # a full disk, for example: no reason to lose the answer
-        click.echo(line, err=True)
+        print(line, file=sys.stderr, flush=True)  # click would write past a progress bar
 
 
 def say(message: object) -> None:
@@ -45,45 +45,46 @@ def say(message: object) -> None:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Run a command's body: print errors and warnings as lines, and exit at an interrupt.
+    """Run a command's body: print errors and warnings as single lines, and exit after Ctrl-C.
 
     When the reader of its output closes the pipe (``| head -1``), the command ends quietly with
     status 0.
     """
-    # Before transformers is imported: no messages to install PyTorch, or that a text is too long.
+    # Set before transformers is imported, so that it does not suggest PyTorch or warn of long
+    # texts.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if isinstance(sys.stdout, TextIOWrapper):  # for characters that its encoding lacks
+    if isinstance(sys.stdout, TextIOWrapper):  # replace characters that its encoding lacks
         sys.stdout.reconfigure(errors="replace")
-    with _errors_in_one_line(), _warnings_as_notes():
+    with _errors_in_one_line(), _log_as_notes():
         yield
         sys.stdout.flush()
 
 
 def run_command(command: click.Command, name: str) -> None:
-    """Run a command as the whole process and exit; wrong usage prints one line, with status 2.
+    """Run a command as the whole process, then exit; wrong usage prints one line, with status 2.
 
     Args:
         command: the command; errors outside :func:`reported` end in one line as well.
-        name: what the user calls it.
+        name: the command's name on the command line.
     """
     with _errors_in_one_line():
         try:
             sys.exit(command.main(prog_name=name, standalone_mode=False) or 0)
         except click.exceptions.NoArgsIsHelpError as error:
-            click.echo(error.format_message())  # asked for, as with --help
+            click.echo(error.format_message())  # requested, as with --help
             sys.exit(0)
         except click.ClickException as error:
             context = getattr(error, "ctx", None)
             hint = f" ({context.command_path} --help)" if context else ""
             _fail(error.format_message().rstrip(".") + hint, error.exit_code)
-        except click.Abort:  # click has already ended the line
-            _write("Interrupted.")
+        except click.Abort as error:  # click has printed a newline, but not after its own question
+            _write("Interrupted." if error.__cause__ else "\nInterrupted.")
             sys.exit(INTERRUPTED)
 
 
 @contextmanager
 def _errors_in_one_line() -> Iterator[None]:
-    """Exit with one line if the input is at fault."""
+    """Exit with a one-line error if the input caused it."""
     try:
         yield
     except MlxspecError as error:
@@ -96,26 +97,22 @@ def _errors_in_one_line() -> Iterator[None]:
             _fail(f"{error.filename}: {error.strerror}; name another one")
         if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        # Otherwise Python complains at exit about output that it cannot write.
+        # Otherwise, at exit, Python complains about output that it cannot write.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             sys.exit(0)
-        _fail("no space is left for the output: send it elsewhere")
+        _fail("no space left for the output: write it elsewhere")
 
 
 @contextmanager
-def _warnings_as_notes() -> Iterator[None]:
-    """Show mlxspec's warnings and log records as notes, and others only with ``python -W``."""
+def _log_as_notes() -> Iterator[None]:
+    """Show mlxspec's log records as notes, and warnings only with ``python -W``."""
     log, handler = logging.getLogger("mlxspec"), _LoggedNotes(logging.WARNING)
     log.addHandler(handler)
     try:
         with warnings.catch_warnings():
             if not sys.warnoptions:
                 warnings.simplefilter("ignore")
-                # UserWarning only: when the garbage collector finds an open socket, Python blames
-                # whichever line is running.
-                warnings.filterwarnings("always", category=UserWarning, module=r"mlxspec(\.|$)")
-            warnings.showwarning = lambda message, *_: note(message)
             yield
     finally:
         log.removeHandler(handler)

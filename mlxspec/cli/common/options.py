@@ -1,4 +1,4 @@
-"""Options and arguments of the commands: declared as ``--help`` shows them, under headings.
+"""Options and arguments of the commands, declared in the form that ``--help`` shows.
 
 Options that several commands share are the fields of a dataclass. :func:`options_of` adds them to a
 command, which then gets an instance of it.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ...errors import MlxspecError, OptionError
 from ..settings import defaults_of
@@ -30,8 +31,8 @@ ARGUMENTS = "Arguments"
 class Command(click.Command):
     """A command whose help has a section for each group of options.
 
-    The arguments come first and ``--help`` last, and then the docstring's examples with the text
-    after them. Errors are printed on one line: see :func:`.common.notes.reported`.
+    Arguments come first and ``--help`` last; the docstring's examples and the text after them
+    follow. Errors are printed on one line: see :func:`.common.notes.reported`.
     """
 
     def __init__(self, name: str, help: str, **more: Any) -> None:
@@ -41,17 +42,18 @@ class Command(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], *rest: Any, **more: Any
     ) -> click.Context:
-        """Like click's, with the user's settings as the defaults of options.
+        """Make click's context, with the user's settings as the defaults of options.
 
-        ``obj`` has the command's words, as they were given.
+        Its ``obj`` has the command's arguments as given.
         """
         more.setdefault("obj", [*args])
-        with suppress(MlxspecError):  # the command reports it, and --help need not
+        with suppress(MlxspecError):  # the command itself reports it; --help should still work
             more.setdefault("default_map", defaults_of(self.name or ""))
         return super().make_context(info_name, args, *rest, **more)
 
     def invoke(self, ctx: click.Context) -> Any:
         with reported():
+            _check_needs(ctx)
             return super().invoke(ctx)
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -70,6 +72,36 @@ class Command(click.Command):
             if records:
                 with formatter.section(heading or ungrouped):
                     formatter.write_dl(records)
+
+
+_NEEDS = {
+    "--logprobs": ("--json", "--prompts"),
+    "--concurrency": ("--prompts",),
+    "--num-draft-tokens": ("--draft-model",),
+    "--min-tokens-to-keep": ("--min-p",),
+    "--xtc-threshold": ("--xtc-probability",),
+    "--repetition-context-size": ("--repetition-penalty",),
+    "--presence-context-size": ("--presence-penalty",),
+    "--frequency-context-size": ("--frequency-penalty",),
+    **dict.fromkeys(("--kv-group-size", "--quantized-kv-start"), ("--kv-bits",)),
+}
+"""Options that have no effect without one of the listed options, in commands that have those."""
+
+
+def _check_needs(ctx: click.Context) -> None:
+    """Refuse options that have no effect.
+
+    Raises:
+        OptionError: an option is given without the ones that it needs.
+    """
+    values = {name: ctx.params.get(one.name) for one in ctx.command.params for name in one.opts}
+    for one in ctx.command.params:
+        name, given = one.opts[0], ctx.get_parameter_source(one.name or "")
+        needs = [other for other in _NEEDS.get(name, ()) if other in values]
+        if given is ParameterSource.COMMANDLINE and needs and not any(map(values.get, needs)):
+            raise OptionError(
+                f"{name} has no effect without {' or '.join(needs)}: add it, or leave out {name}"
+            )
 
 
 class Group(click.Group):
@@ -113,11 +145,11 @@ group = partial(click.group, cls=Group, context_settings=_SETTINGS)
 def option(spelling: str, help: str, name: str | None = None, **more: Any) -> Decorator:
     """Declare an option as ``--help`` shows it: ``option("-o --output FILE", "What to write.")``.
 
-    It is a flag if it has neither a name for its value nor a ``type``.
+    Without a name for its value and without a ``type``, it is a flag.
 
     Args:
         spelling: the option's names, and the name of its value.
-        help: what it does.
+        help: the help text.
         name: the function's parameter, if its name differs from the option's.
         more: as for :class:`Option`.
     """
@@ -167,7 +199,7 @@ _TYPES: dict[str, dict[str, Any]] = {
     "tuple[int | str, ...]": {"multiple": True, "type": _id_or_text},
     "Mapping[int, float]": {"multiple": True, "callback": _biases},
 }
-"""What an option takes, by the type of its field; for other types it can be repeated."""
+"""Click's arguments for an option, by the type of its field."""
 
 
 def options_of(
@@ -215,7 +247,7 @@ def all_of(*added: Decorator) -> Decorator:
 
 def _option_of(own: Field, group: str | None) -> Decorator:
     more: dict[str, Any] = {"group": group, **own.metadata}
-    if not more.get("required"):  # to click any default, even None, is a value
+    if not more.get("required"):  # click treats any default, even None, as a value
         more["default"] = own.default
     named = f"--{own.name.replace('_', '-')} {more.pop('metavar', '')}"
     more.pop("of", None)
@@ -249,14 +281,14 @@ def names_completed(names: Callable[[], Iterable[str]]) -> Callable[..., list[st
 DRAFTER = "--drafter MODULE:CLASS"
 ADAPTERS = (
     "--adapter-path DIR",
-    "Apply adapters (LoRA, DoRA) that mlx_lm.lora has trained for the model.",
+    "Apply adapters (LoRA, DoRA) trained by mlx_lm.lora for this model.",
 )
 HEAD = (
     "--head PATH_OR_REPO",
-    "With auto: also draft with this trained head, where no text is likely.  "
-    "[default: the one that comes with the model, if it has one]",
+    "With auto: also draft with this trained head where text drafts are unlikely to be right.  "
+    "[default: the head that comes with the model, if any]",
 )
-NO_HEAD = "--no-head", "Leave out the trained head that comes with the model."
+NO_HEAD = "--no-head", "Do not use the trained head that comes with the model."
 NO_MEMORY = (
     "--no-memory",
     "Neither draft from nor add to the answers that 'mlxspec memory on' keeps.",
@@ -264,7 +296,7 @@ NO_MEMORY = (
 
 
 def check_one(**options: object) -> None:
-    """Check that at most one of these options is given, that is, neither None nor False.
+    """Check that at most one of these options is given (neither None nor False).
 
     Raises:
         OptionError: several are.

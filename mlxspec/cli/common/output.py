@@ -43,25 +43,25 @@ _PAGE_WIDTH = 160  # columns
 def output_console(color: bool | None = None) -> Console:
     """Standard output; ``color`` as for :func:`mlxspec.terminal.wants_color`.
 
-    It is as wide as the terminal or COLUMNS. In a file or pipe without COLUMNS lines are never
-    wrapped.
+    It is as wide as the terminal or COLUMNS. In a file or pipe, lines are not wrapped unless
+    COLUMNS is set.
     """
     limited = sys.stdout.isatty() or "COLUMNS" in os.environ
     in_color = wants_color(sys.stdout, color)
-    # Colours that the user asks for go into a pipe, too.
+    # Requested colours also go into a pipe.
     return Console(
         force_terminal=in_color or None, width=None if limited else _UNLIMITED, **_look(in_color)
     )
 
 
 def error_console(color: bool | None = None) -> Console:
-    """Standard error; ``color`` as for :func:`mlxspec.terminal.wants_color`."""
+    """A console on standard error; ``color`` as for :func:`mlxspec.terminal.wants_color`."""
     in_color = wants_color(sys.stderr, color)
     return Console(stderr=True, force_terminal=sys.stderr.isatty() or in_color, **_look(in_color))
 
 
 def _look(in_color: bool) -> dict[str, Any]:
-    """Rich's options to print text as it is; without colours, nothing is bold or dim either."""
+    """Rich's options to print text unchanged; without colours, nothing is bold or dim either."""
     as_they_are = dict.fromkeys(("highlight", "markup", "emoji"), False)
     return {"no_color": not in_color, "color_system": "256" if in_color else None, **as_they_are}
 
@@ -75,7 +75,7 @@ def confirm(asking: str, question: str, refused: str) -> None:
     """Ask the user at a terminal; if the answer is no, print ``refused`` and exit.
 
     Raises:
-        OptionError: there is no terminal; ``asking`` names what needs one.
+        OptionError: there is no terminal; the message names ``asking``, the command or option.
     """
     if not at_terminal():
         raise OptionError(f"{asking} asks for confirmation, which needs a terminal: add --yes")
@@ -87,13 +87,13 @@ def confirm(asking: str, question: str, refused: str) -> None:
 class ProgressBar(Progress):
     """Shows a bar on an interactive terminal, nothing elsewhere.
 
-    Call it with the amount done and the total, or None if the total is unknown. It is erased when
-    all is done, at the latest at the end of the ``with`` block.
+    Call it with the amount done and the total, or None if the total is unknown. The bar is erased
+    when all is done, or at the end of the ``with`` block.
 
     Args:
-        what: the words before the bar.
+        what: the text before the bar.
         figures: the columns after it; by default the percentage.
-        console: where it is drawn; by default standard error.
+        console: where to draw it; by default standard error.
         least: the smallest total for which a bar is shown.
     """
 
@@ -107,12 +107,12 @@ class ProgressBar(Progress):
         console = console or error_console()
         super().__init__(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=10),  # so that all fits into 40 columns, with an echoed ^C
+            BarColumn(bar_width=10),  # so that everything, with an echoed ^C, fits into 40 columns
             *(figures or [TaskProgressColumn()]),
             console=console,
             transient=True,
             redirect_stdout=False,
-            redirect_stderr=False,
+            redirect_stderr=True,  # so that notes appear above it
             disable=not console.is_interactive,
         )
         self._only = self.add_task(what, total=None)
@@ -143,7 +143,9 @@ def folding_table(heading: str, *others: str, caption: str | None = None) -> Tab
         others: the headings of the figures.
         caption: a text below the table.
     """
-    table = Table(box=SIMPLE, pad_edge=False, caption=caption, caption_justify="left")
+    table = Table(
+        box=SIMPLE, pad_edge=False, collapse_padding=True, caption=caption, caption_justify="left"
+    )
     table.add_column(heading, overflow="fold")
     for name in others:
         table.add_column(name, justify="right", overflow="fold")
@@ -151,14 +153,14 @@ def folding_table(heading: str, *others: str, caption: str | None = None) -> Tab
 
 
 def print_tables(parts: Iterable[RenderableType], color: bool | None = None) -> None:
-    """Write tables and lines of text to standard output, as :func:`output_console`."""
+    """Write tables and lines of text to standard output, with :func:`output_console`."""
     console = output_console(color)
     for part in parts:
         console.print(part)
 
 
 def print_rows(*rows: tuple[str, object]) -> None:
-    """Write names and what they stand for in two columns; each row is one line."""
+    """Write names and values in two columns; each row is one line."""
     width = max(9, *(len(name) for name, _ in rows))  # so that several blocks are usually aligned
     for name, value in rows:
         click.echo(f"{name:<{width}}  {one_line(value)}")
@@ -188,7 +190,12 @@ def json_text(report: dict[str, Any], indent: int | None = None) -> str:
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """How to show a report: as tables or as one JSON object, and optionally as a page."""
+    """How to show a report: as tables or as one JSON object, and optionally as a page.
+
+    Raises:
+        OptionError: the page's name does not end in ``.html``.
+        FileError: the page cannot be written.
+    """
 
     html: Path | None = option_field(  # noqa: RUF009
         "--html FILE", "Also write the report as an HTML page, FILE.html."
@@ -197,13 +204,7 @@ class ReportOptions:
         "--json", "Write one JSON object instead of tables.", default=False
     )
 
-    def check(self) -> None:
-        """Check before the work that the page can be written.
-
-        Raises:
-            OptionError: its name does not end in ``.html``.
-            FileError: it cannot be written.
-        """
+    def __post_init__(self) -> None:
         if self.html:
             if self.html.suffix != ".html":
                 raise OptionError(f"--html {self.html}: choose a name *.html")
@@ -247,8 +248,8 @@ def figures_table(
     """A table of reports, with a row for each and a column for each of the named figures.
 
     Args:
-        heading: what the reports are of.
-        reports: figures by name, of which those that are unknown are None.
+        heading: the heading of the first column.
+        reports: figures by name; unknown ones are None.
         names: the figures to show.
         caption: a text below the table.
     """
@@ -269,7 +270,7 @@ def counted(number: int, thing: str) -> str:
 def result_report(result: GenerationResult, model: str) -> dict[str, Any]:
     """A result for JSON: its fields, figures derived from them, and the model's name."""
     report = {"model": model, **asdict(result), "generation_tokens": len(result.tokens)}
-    del report["segments"]
+    del report["segments"], report["stats"]["cost"]
     report["stats"] |= {
         "tokens_per_step": result.stats.tokens_per_step,
         "acceptance_rate": result.stats.acceptance_rate,
@@ -279,15 +280,12 @@ def result_report(result: GenerationResult, model: str) -> dict[str, Any]:
 
 @dataclass
 class Figures:
-    """Sums over answers, and their panel.
+    """Sums of figures over answers, and the panel that shows them.
 
     Attributes:
         prompt_tokens, reused_tokens, generated_tokens: sums over all answers.
         prefill_seconds, seconds: the time for prompts and for generated tokens.
         stats: sums of the answers' stats; None before the first answer.
-        plain_cost, cost: the cost of the generated tokens without drafts and with them, in the same
-            unit; 0 if unknown. They come from the measured costs of rows, so other work of the
-            machine does not count.
         answers: how many there were.
     """
 
@@ -297,19 +295,14 @@ class Figures:
     prefill_seconds: float = 0.0
     seconds: float = 0.0
     stats: SpeculationStats | None = None
-    plain_cost: float = 0.0
-    cost: float = 0.0
     answers: int = 0
 
-    def add(
-        self, answer: GenerationResponse | GenerationResult, generated: int, cost: float = 0.0
-    ) -> None:
+    def add(self, answer: GenerationResponse | GenerationResult, generated: int) -> None:
         """Count an answer.
 
         Args:
             answer: its last response, or its result.
             generated: the number of its tokens.
-            cost: the cost of its steps, in plain steps; 0 if unknown.
         """
         self.answers += 1
         self.prompt_tokens += answer.prompt_tokens
@@ -320,8 +313,6 @@ class Figures:
             self.prefill_seconds += run / answer.prompt_tps
         if answer.generation_tps:
             self.seconds += generated / answer.generation_tps
-        self.plain_cost += answer.stats.emitted if cost else 0.0
-        self.cost += cost
         self.stats = self.stats + answer.stats if self.stats else answer.stats
 
     def panel(
@@ -333,9 +324,9 @@ class Figures:
         """A panel with a row for each figure: its name, the figure and a remark.
 
         Args:
-            first: rows before these.
+            first: rows to put before them.
             subtitle: a text in the frame.
-            below: what follows the rows.
+            below: what to show after the rows.
         """
         run, stats = self.prompt_tokens - self.reused_tokens, self.stats
         speed = rate(self.generated_tokens, self.seconds)
@@ -353,13 +344,13 @@ class Figures:
                 ("tokens per step", f"{stats.tokens_per_step:.2f}"),
                 ("acceptance rate", share, accepted),
             ]
-        if self.cost and self.plain_cost:
-            rows.append(("against plain", ratio(self.plain_cost / self.cost), "estimated"))
+            if stats.gain:
+                rows.append(("against plain", ratio(stats.gain), "estimated"))
         grid = Table.grid(padding=(0, 2))
         grid.add_column()
         grid.add_column(justify="right")
         for row in rows:
-            grid.add_row(*row)
+            grid.add_row(*filter(None, row))  # with a column of empty cells, others would wrap
         return Panel(Group(grid, *below), expand=False, border_style="dim", subtitle=subtitle)
 
 

@@ -1,4 +1,4 @@
-"""The prompt of a command: where it comes from, and its tokens."""
+"""Reads a command's prompt from its options or standard input, and turns it into tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import click
 
 from ...errors import OptionError, PromptError
 from ...models.chat_template import NOT_A_PROMPT
-from .model_choice import model_option as named_model
 from .notes import note
 from .options import NAME, argument, option, option_field
 
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
     Prompt = str | list[int] | Messages
 
 _PATIENCE = 10.0  # seconds of waiting for a pipe's first byte
-
-model_option = named_model("Model and prompt")
-
 
 prompt_argument = argument("argument", "What to ask the model.", required=False, metavar="[PROMPT]")
 """The prompt as an argument; it becomes :attr:`PromptOptions.argument`."""
@@ -44,14 +40,17 @@ def _json_object(text: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise click.BadParameter(f"{text!r} is not a JSON object: write, for example, {_EXAMPLE}")
     if wrong := sorted(NOT_A_PROMPT & value.keys()):
-        raise click.BadParameter(f"{wrong[0]} is no variable of the template: leave it out")
+        raise click.BadParameter(f"{wrong[0]} is not a variable of the template: leave it out")
     return value
 
 
 def token_ids(text: str) -> list[int]:
-    """Parse token ids with commas or spaces between them."""
-    words = text.replace(",", " ").split() or [text]  # an empty text is no id
-    return [int(word) for word in words]
+    """Parse token ids separated by commas or spaces."""
+    words = text.replace(",", " ").split() or [text]  # so that an empty text is an error
+    try:
+        return [int(word) for word in words]
+    except ValueError:
+        raise click.BadParameter(f"{text!r}: write ids as 1,415,2936") from None
 
 
 _EXAMPLE = "'{\"enable_thinking\": false}'"
@@ -93,7 +92,7 @@ class PromptOptions:
     )
     chat: bool | None = _in_template(
         "--chat/--raw",
-        "Put the prompt into the model's chat template, or use it as it is.  [default: chat if "
+        "Put the prompt into the model's chat template, or use it unchanged.  [default: chat if "
         "the model has a template]",
     )
     system_prompt: str | None = _in_template("--system-prompt TEXT", "The system prompt.")
@@ -125,13 +124,13 @@ class PromptOptions:
         return [name for name, value in sources.items() if value is not None]
 
     def read(self, *, piped: bool = True) -> str | list[int]:
-        """Read the prompt: a text, an instruction, both with a blank line between them, or ids.
+        """Read the prompt: a text, an instruction, both separated by a blank line, or token ids.
 
-        The instruction comes after the text. Models follow it better there if the text is long, and
-        prompts about the same text share a beginning that can be cached.
+        The instruction comes after the text: models follow it better there if the text is long, and
+        prompts about the same text share a prefix that can be cached.
 
         Args:
-            piped: also read a text from standard input if that is a pipe with data, or a file that
+            piped: also read a text from standard input, if it is a pipe with data or a file that
                 has not been read yet.
 
         Returns:
@@ -139,8 +138,8 @@ class PromptOptions:
             input is dropped, since editors and ``echo`` add it.
 
         Raises:
-            PromptError: no prompt is given, or several prompts that exclude each other, or the
-                prompt is empty or cannot be read.
+            PromptError: no prompt is given, several exclude each other, or the prompt is empty or
+                cannot be read.
         """
         given = self.named()
         if given[:2] == ["PROMPT", "--prompt"] or ("--prompt-ids" in given and len(given) > 1):
@@ -156,7 +155,7 @@ class PromptOptions:
         if instruction == "-":
             parts.append(read_text(given[0], instruction))
         elif instruction is not None:
-            # Python has made lone surrogates of bytes that are not UTF-8.
+            # Python has turned bytes that are not UTF-8 into lone surrogates.
             parts.append(_decode(instruction.encode(errors="surrogateescape"), given[0]))
         if not parts:
             raise PromptError(
@@ -188,8 +187,8 @@ class PromptOptions:
             ended: whether its last message is complete, and the answer comes next.
 
         Returns:
-            the conversation with the given system prompt, if it lacks one, and with the beginning
-            of the answer, and the arguments for :func:`.chat_template.conversation_ids`.
+            the conversation, with the given system prompt if it lacks one and with the beginning of
+            the answer; and the arguments for :func:`.chat_template.conversation_ids`.
         """
         if self.system_prompt is not None and all(one["role"] != "system" for one in messages):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
@@ -231,7 +230,7 @@ _NEEDS_TEMPLATE = "needs a chat template, which --raw, token ids and some models
 
 
 def read_text(option: str, file: str) -> str:
-    """Read the UTF-8 text in an option's file, or from standard input as -.
+    """Read the UTF-8 text in an option's file, where - is standard input.
 
     Raises:
         PromptError: it is empty, or not text.
@@ -242,13 +241,13 @@ def read_text(option: str, file: str) -> str:
 
 
 def _piped_text(waits: bool) -> str | None:
-    """Read a text from standard input without being asked to; None if it has none to offer.
+    """Read a text from standard input that no option asks for; None if there is none.
 
-    A terminal, a socket and /dev/null have none. Neither has a file that is already being read: in
+    A terminal, a socket and /dev/null have none. Nor does a file that is already being read: in
     ``while read line; do ...; done < FILE`` the remaining lines belong to the loop.
 
     Args:
-        waits: wait for the first byte without limit; otherwise ignore a pipe that stays silent.
+        waits: wait for the first byte without limit; otherwise ignore a pipe that stays empty.
     """
     try:
         descriptor = sys.stdin.fileno()
@@ -259,16 +258,16 @@ def _piped_text(waits: bool) -> str | None:
             comes = stat.S_ISFIFO(kind) and _begins(descriptor, waits)
         os.set_blocking(descriptor, True)  # another process may have made it non-blocking
         data = sys.stdin.buffer.read() if comes else b""
-    except OSError:  # replaced by an object, or open only for writing
+    except OSError:  # standard input was replaced by an object, or is open only for writing
         return None
     return _text(data, "standard input") if data.strip() else None
 
 
 def _begins(pipe: int, waits: bool) -> bool:
-    """Wait for a pipe's first byte or its end; false if neither came in time."""
+    """Wait for a pipe's first byte or its end; return false if neither came in time."""
     if select.select([pipe], [], [], None if waits else _PATIENCE)[0]:
         return True
-    note("the open pipe is silent: using the prompt alone; --prompt-file - waits for the pipe")
+    note("the pipe sent nothing: using the prompt alone; to wait for the pipe, add --prompt-file -")
     return False
 
 
@@ -285,5 +284,5 @@ def _decode(data: bytes, source: str) -> str:
             f"{source} is not UTF-8 text (byte {error.start}): convert it to UTF-8"
         ) from error
     if not text.strip():
-        raise PromptError(f"{source} is empty: write a text, or give --prompt-ids with the BOS id")
+        raise PromptError(f"{source} is empty: write a text")
     return text

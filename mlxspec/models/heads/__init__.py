@@ -1,9 +1,9 @@
 """Trained heads: small modules that draft from the target's hidden states.
 
-Every kind of head is a :class:`Head`. Those of :mod:`.chains` draft one token after the other,
-those of :mod:`.blocks` several at once. :mod:`.loading` finds and loads them.
+Every kind of head is a :class:`Head`. Those in :mod:`.chains` draft one token after another, those
+in :mod:`.blocks` several at once. :mod:`.loading` finds and loads them.
 
-In formulas, t is a token, h a hidden state of the target and i a position. A head has one entry
+In formulas, t is a token, h a hidden state of the target, and i a position. A head has one entry
 per *pair* (t[i + 1], h[i]), from which it predicts t[i + 2].
 """
 
@@ -23,16 +23,16 @@ NO_MODEL = (
     "a trained head, not a model; name the model that it was made for, and the head beside it: "
     "--model MODEL --head HEAD"
 )
-"""What is wrong with a head's folder as a model."""
+"""The error if a head's folder is given as a model."""
 
 
 def text_of(config: Config) -> Config:
-    """The part of a configuration that describes text."""
+    """The part of a configuration that concerns text."""
     return config.get("text_config") or config
 
 
 def settings_of(config: Config) -> Config:
-    """A head's settings on one level; checkpoints nest some of them."""
+    """A head's settings, flattened; checkpoints nest some of them."""
     settings: Config = {}
     for name in ("text_config", "transformer_layer_config", "dflash_config"):
         if isinstance(nested := config.get(name), dict):
@@ -41,7 +41,7 @@ def settings_of(config: Config) -> Config:
 
 
 def sizes_needed(config: Config) -> dict[str, int]:
-    """The sizes that a head's target must have, as far as its ``config.json`` names them."""
+    """The sizes that a head's target must have, if the head's ``config.json`` states them."""
     settings = settings_of(config)
     sizes = {
         "hidden_size": settings.get("backbone_hidden_size") or settings.get("hidden_size"),
@@ -52,7 +52,9 @@ def sizes_needed(config: Config) -> dict[str, int]:
 
 
 def named_kind(config: Config) -> str | None:
-    """The kind of head that a ``config.json`` names, known or not; None if it is no head's."""
+    """The kind of head that a ``config.json`` names, supported or not; None if it is not a
+    head's.
+    """
     settings, named = settings_of(config), str(config.get("architectures"))
     kind = str(config.get("speculators_model_type") or config.get("model_type"))
     if "DFlash2" in named or "Gemma4DSpark" in named:
@@ -69,21 +71,21 @@ def named_kind(config: Config) -> str | None:
 class Head(nn.Module):
     """A head; :meth:`bind` attaches it to its target.
 
-    It is made of two ``config.json``: its own and its target's.
+    It is made from two ``config.json``: its own and its target's.
 
     Attributes:
-        title: the kind, as messages name it.
-        families: how the model types of its targets begin; empty if it fits any type.
-        reads: the target's layers whose outputs it reads; layer i's output enters layer i + 1.
-            Empty if it reads the states after the final norm.
+        title: the name of the kind in messages.
+        families: the beginnings of its targets' model types; empty if it fits any type.
+        reads: the target's layers whose outputs it reads; layer i's output is the input of layer i
+            + 1. Empty if it reads the states after the final norm.
         most: the most tokens that it drafts at once.
-        width: of its features.
-        vocabulary: how many tokens its target has.
-        asked: whether the user has named it; otherwise it comes with its target, and is left out
-            if it cannot draft.
+        width: the width of its features.
+        vocabulary: the size of its target's vocabulary.
+        asked: whether the user named it; otherwise it comes with its target, and is left out if it
+            cannot draft.
 
     Raises:
-        LoadError: it was made for a target of other sizes.
+        LoadError: it was made for a target with other sizes.
     """
 
     title: str
@@ -111,23 +113,23 @@ class Head(nn.Module):
         """Attach the head to its target.
 
         Args:
-            embed: the target's embedding, from token ids to what enters its first layer.
+            embed: the target's embedding, from token ids to the input of its first layer.
             output: the target's output layer, from states after the final norm to logits.
 
         Raises:
-            LoadError: it names tokens that are outside the target's vocabulary.
+            LoadError: it names tokens outside the target's vocabulary.
         """
-        ids = self.named_tokens()  # with others MLX would read or write outside an array
+        ids = self.named_tokens()  # with ids out of range, MLX would access memory outside an array
         if mx.any((ids < 0) | (ids >= self.vocabulary)).item():
             raise LoadError(
                 f"the head names tokens outside the vocabulary of {self.vocabulary}; download it "
                 "again"
             )
-        # A dictionary, since a module would count modules among its own parameters.
+        # In a dictionary, since an nn.Module attribute's parameters would count as the head's.
         self._target = {"embed": embed, "output": output}
 
     def named_tokens(self) -> mx.array:
-        """The target's tokens that the head's own files name."""
+        """The ids of target tokens that the head's own files contain, such as a mask token's."""
         return mx.array([], mx.int32)
 
     def embed(self, tokens: mx.array) -> mx.array:
@@ -135,17 +137,17 @@ class Head(nn.Module):
         return self._target["embed"](tokens)
 
     def features(self, states: Sequence[mx.array]) -> mx.array:
-        """What the head keeps of verified rows, (rows, ``width``).
+        """The features of verified rows, which the head keeps, (rows, ``width``).
 
         Args:
-            states: those behind each layer of ``reads``, or else those after the final norm,
-                (rows, width of the target) each.
+            states: the states after each layer of ``reads``, or those after the final norm, (rows,
+                width of the target) each.
         """
         return states[0]
 
     def make_cache(self) -> list[Any]:
-        """mlx-lm's caches, one per layer of the head; empty if it has none of its own."""
-        from mlx_lm.models.cache import KVCache  # takes a second, and finding heads needs none
+        """New caches of mlx-lm's, one per layer of the head; empty if it has none."""
+        from mlx_lm.models.cache import KVCache  # takes a second, and is not needed to find heads
 
         return [KVCache()]
 
@@ -153,7 +155,7 @@ class Head(nn.Module):
         """Logits over the target's vocabulary; minus infinity for tokens that it never drafts.
 
         Args:
-            hidden: of :meth:`__call__`, (…, its width).
+            hidden: from :meth:`__call__`, (…, width).
         """
         return self._target["output"](hidden)
 
@@ -164,11 +166,11 @@ class Head(nn.Module):
 
         Args:
             tokens: (1, rows), t[i + 1] of each pair.
-            features: (1, rows, ``width``): those of h[i], or fed back from the previous forward.
+            features: (1, rows, ``width``): the features of h[i], or the previous forward's output.
             cache: one per layer, as from :meth:`make_cache`.
 
         Returns:
-            what is fed back as the next forward's features, (1, rows, ``width``), and what
-            :meth:`logits` takes, (1, rows, …).
+            the features for the next forward, (1, rows, ``width``), and the argument for
+            :meth:`logits`, (1, rows, …).
         """
         raise NotImplementedError

@@ -1,8 +1,8 @@
 """Heads that draft a whole block of tokens in one forward: DFlash and DSpark.
 
-A block is the last token and then mask tokens. Its slots see each other and the verified positions
-before it, whose keys and values come from the target's hidden states. Formulas and names of the
-tensors: https://github.com/z-lab/dflash (DFlash) and https://github.com/deepseek-ai/DeepSpec
+A block is the last token followed by mask tokens. Its slots see each other and the verified
+positions before it, whose keys and values come from the target's hidden states. Formulas and names
+of tensors: https://github.com/z-lab/dflash (DFlash) and https://github.com/deepseek-ai/DeepSpec
 (DSpark).
 """
 
@@ -23,12 +23,12 @@ from . import Config, Head, settings_of
 class DFlash(Head):
     """Slot i of a block predicts the i-th token after the last one; slot 0 predicts nothing.
 
-    A block has only as many slots as its depth needs. Its slots see each other, so a shorter block
-    also changes the logits of the slots that remain. Heads are trained on whole blocks, but other
-    engines draft shorter ones in this way, too. The caches hold verified positions only.
+    A block has only as many slots as its depth needs. Since slots see each other, a shorter block
+    changes the logits of its slots. Heads are trained on whole blocks, but other engines also draft
+    shorter ones in this way. The caches hold only verified positions.
 
     Raises:
-        LoadError: it was made for another target.
+        LoadError: the head was made for another target.
     """
 
     title = "DFlash"
@@ -44,10 +44,10 @@ class DFlash(Head):
         kinds = settings.get("layer_types") or [""] * count
         self._is_sliding = [kind == "sliding_attention" for kind in kinds]
         self._window = settings["sliding_window"] if any(self._is_sliding) else 0
-        # If the checkpoint does not say it, slots of sliding layers do not see later ones.
+        # If the checkpoint does not say, slots of sliding layers do not see later slots.
         causal = settings.get("is_causal", settings.get("causal"))
         self._causal = {kind: kind if causal is None else bool(causal) for kind in (False, True)}
-        # Layers as Qwen 3 has them.
+        # The layers are Qwen 3's.
         args = ModelArgs.from_dict(
             {
                 "head_dim": self.width // settings["num_attention_heads"],
@@ -65,10 +65,10 @@ class DFlash(Head):
 
     @staticmethod
     def sanitize(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """A checkpoint's weights under the module's names, without those that are not used.
+        """A checkpoint's weights under the module's names, without unused ones.
 
-        The embedding and the output layer are copies of the target's. The confidence head's
-        estimate is not needed: probabilities come from the logits and what steps observe.
+        The embedding and the output layer are copies of the target's. The confidence head is not
+        needed: probabilities come from the logits and from observed steps.
         """
         unused = ("embed_tokens.", "lm_head.", "confidence_head.")
         names = {name.removeprefix("model."): name for name in weights}
@@ -83,8 +83,8 @@ class DFlash(Head):
     def make_cache(self) -> list[Any]:
         """One cache per layer of the head.
 
-        Those of sliding layers keep all entries, too: a rotating cache cannot be cut back, since
-        it no longer has the older entries that the window then reaches.
+        Sliding layers also keep all entries: a rotating cache cannot be cut back, since it has lost
+        the older entries that the window would then reach.
         """
         return [KVCache() for _ in self.layers]
 
@@ -100,12 +100,12 @@ class DFlash(Head):
         Args:
             tokens: (sequences,), the last token of each.
             depth: how many tokens to draft, at most ``most``.
-            features: per sequence, those of the verified positions that its caches lack,
-                (1, rows, ``width``). They are appended.
-            caches: per sequence, one cache per layer.
+            features: for each sequence, the features of the verified positions that its caches
+                lack, (1, rows, ``width``). They are appended.
+            caches: for each sequence, one cache per layer.
 
         Returns:
-            what :meth:`logits` takes, (sequences, depth, …).
+            the argument for :meth:`logits`, (sequences, depth, …).
         """
         self.see(features, caches)
         masks = mx.full((len(caches), self._first + depth - 1), self._mask_token, tokens.dtype)
@@ -126,7 +126,7 @@ class DFlash(Head):
 
         Args:
             logits: (sequences, vocabulary).
-            previous: (sequences,), the tokens before.
+            previous: (sequences,), the tokens before the slot.
         """
         return logits
 
@@ -134,8 +134,8 @@ class DFlash(Head):
         """Append verified positions of several sequences to their caches.
 
         Args:
-            features: per sequence, (1, rows, ``width``).
-            caches: per sequence, one cache per layer.
+            features: for each sequence, (1, rows, ``width``).
+            caches: for each sequence, one cache per layer.
         """
         ends = [0, *accumulate(of_one.shape[1] for of_one in features)]
         if not ends[-1]:
@@ -150,16 +150,16 @@ class DFlash(Head):
                     cache[i].update_and_fetch(its_keys, values[:, :, rows])
 
     def _view(self, sliding: bool, context: int, slots: int) -> tuple[int, mx.array | None]:
-        """What the slots of a sequence's block see in a kind of layer.
+        """The positions that the slots of a sequence's block see in a kind of layer.
 
         Args:
             sliding: whether the layer has the window.
-            context: the verified positions before the block.
-            slots: those of the block.
+            context: the number of verified positions before the block.
+            slots: the number of the block's slots.
 
         Returns:
-            the first verified position that a slot sees, and for each slot which of the positions
-            from there on it sees, (slots, positions); None if all slots see all of them.
+            the first verified position that any slot sees, and a mask of the positions from there
+            on, (slots, positions); None if all slots see all of them.
         """
         causal, window = self._causal[sliding], self._window if sliding else context + slots
         if not causal and window >= context + slots:
@@ -173,7 +173,7 @@ class DFlash(Head):
 class DSpark(DFlash):
     """A DFlash whose slot 0 predicts the next token, and whose logits depend on the token before.
 
-    With a ``markov_rank`` of 0 they do not: DeepSpec's own DFlash checkpoints.
+    With a ``markov_rank`` of 0, as in DeepSpec's own DFlash checkpoints, they do not.
     """
 
     title = "DSpark"
@@ -201,13 +201,13 @@ def _attend(
     caches: Sequence[Any],
     views: Sequence[tuple[int, mx.array | None]],
 ) -> mx.array:
-    """One layer's attention of blocks, whose own keys and values do not stay in the caches.
+    """One layer's attention over blocks, whose own keys and values do not stay in the caches.
 
     Args:
-        attention: mlx-lm's.
+        attention: mlx-lm's module.
         x: (sequences, slots, width).
-        caches: the layer's of each sequence.
-        views: what the slots of each sequence see, as of :meth:`DFlash._view`.
+        caches: the layer's cache of each sequence.
+        views: the positions that each sequence's slots see, from :meth:`DFlash._view`.
     """
     keys, values = _keys_and_values(attention, x)
     queries = _of_heads(attention.q_norm, attention.q_proj(x), attention.n_heads)
@@ -215,7 +215,8 @@ def _attend(
     for s, (cache, (start, visible)) in enumerate(zip(caches, views, strict=True)):
         its_queries = attention.rope(queries[s : s + 1], offset=cache.offset)
         its_keys = attention.rope(keys[s : s + 1], offset=cache.offset)
-        # Behind the context in the cache's memory and cut off at once: nothing copies the context.
+        # Written after the context in the cache, and cut off again, so that the context is not
+        # copied.
         all_keys, all_values = cache.update_and_fetch(its_keys, values[s : s + 1])
         cache.trim(x.shape[1])
         outputs.append(

@@ -1,7 +1,7 @@
 """Heads that draft a chain: EAGLE-3, the MTP of Qwen, the assistants of Gemma 4.
 
-Parameters have the names of published checkpoints; ``sanitize`` brings their variants to one form.
-Formulas and names were compared with those of mlx-vlm 0.7.10, vLLM and transformers.
+Parameters are named as in published checkpoints; ``sanitize`` unifies the variants. Formulas and
+names were compared with mlx-vlm 0.7.10, vLLM and transformers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Weights = dict[str, mx.array]
 class Eagle3(Head):
     """EAGLE-3 (Li et al. 2025, arXiv 2503.01840), of SGLang, AngelSlim or speculators.
 
-    One layer of Llama's, whose attention sees the token's embedding beside the features. It drafts
-    from its own vocabulary, if it has one; ``d2t`` says how far each token's id is from the
+    It is one of Llama's layers, whose attention sees the token's embedding beside the features. It
+    may draft from its own vocabulary; ``d2t`` has the difference between each token's id and the
     target's.
 
     Raises:
-        LoadError: it was made for another target.
+        LoadError: the head was made for another target.
     """
 
     title = "EAGLE-3"
@@ -89,7 +89,8 @@ class Eagle3(Head):
 
     @staticmethod
     def sanitize(weights: Weights) -> Weights:
-        """Name a checkpoint's tensors as the head's parameters; drop those that it lacks.
+        """Rename a checkpoint's tensors to the head's parameters, and drop tensors that it does not
+        use.
 
         SGLang and AngelSlim call the layer ``midlayer``, speculators ``layers.0``.
         """
@@ -109,7 +110,7 @@ class _Eagle3Layer(nn.Module):
         super().__init__()
         width, eps = args.hidden_size, args.rms_norm_eps
         head_dim = args.head_dim or width // args.num_attention_heads
-        # Llama's attention with inputs twice as wide, and outputs as wide as ever.
+        # Llama's attention with inputs of twice the width, and outputs of the usual width.
         self.self_attn = llama.Attention(replace(args, hidden_size=2 * width, head_dim=head_dim))
         self.self_attn.o_proj = nn.Linear(
             args.num_attention_heads * head_dim, width, bias=args.attention_bias
@@ -131,8 +132,8 @@ class _Eagle3Layer(nn.Module):
 def _layers_read(config: Config, target_layers: int) -> tuple[int, ...]:
     """The target's layers whose outputs EAGLE-3 reads.
 
-    vLLM and speculators count the layer that the state *enters*; SGLang, which has the ids in
-    ``eagle_config``, the one that it comes from.
+    vLLM and speculators give the layer that a state *enters*; SGLang, which has the ids in
+    ``eagle_config``, gives the layer that it leaves.
     """
     entered = config.get("eagle_aux_hidden_state_layer_ids")
     of_sglang = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
@@ -144,12 +145,12 @@ def _layers_read(config: Config, target_layers: int) -> tuple[int, ...]:
 class QwenMTP(Head):
     """The multi-token prediction of Qwen 3 Next, 3.5, 3.6 and 3.8, dense and with experts.
 
-    One of the target's layers with full attention, which sees the token's embedding and the
-    feature, both normed. Its output, after a norm, goes to the target's output layer and is fed
+    It is a layer of the target's kind with full attention, which sees the token's embedding and the
+    feature, both normalised. Its output, after a norm, goes to the target's output layer and is fed
     back.
 
     Raises:
-        LoadError: it was made for another target.
+        LoadError: the head was made for another target.
     """
 
     title = "Qwen MTP"
@@ -157,8 +158,8 @@ class QwenMTP(Head):
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
-        # Qwen 3 Next has no rope_parameters, mlx-lm's class has them by default. It also changes
-        # those that it is given.
+        # Qwen 3 Next has no rope_parameters, but mlx-lm's class has defaults for them. It also
+        # changes the given ones.
         args = qwen3_5.TextModelArgs.from_dict(
             {
                 "rope_parameters": None,
@@ -183,14 +184,14 @@ class QwenMTP(Head):
         hidden = self.norm(x)
         return hidden, hidden
 
-    quant_predicate = qwen3_next.Model.quant_predicate  # routers of experts keep 8 bits
+    quant_predicate = qwen3_next.Model.quant_predicate  # expert routers keep 8 bits
 
     @staticmethod
     def sanitize(weights: Weights) -> Weights:
-        """Name a checkpoint's tensors as the head's parameters, with norms as MLX has them.
+        """Rename a checkpoint's tensors to the head's parameters, with norms as MLX expects them.
 
-        Names may begin with ``mtp.``; experts may be one by one, or fused as ``gate_up_proj``.
-        Norms centred at zero get 1 added (:func:`norms_centred_at_zero`).
+        Names may begin with ``mtp.``; experts may be separate, or fused as ``gate_up_proj``. Norms
+        centred at zero get 1 added (:func:`norms_centred_at_zero`).
         """
         centred = set(norms_centred_at_zero(weights))
         kept: Weights = {}
@@ -213,10 +214,10 @@ class QwenMTP(Head):
 
 
 def norms_centred_at_zero(weights: Weights) -> list[str]:
-    """Names of the norms of Qwen's MTP whose weights are to be added to 1.
+    """The names of the norms of Qwen's MTP whose weights are centred at 0 instead of 1.
 
-    Original checkpoints have all norms so, converted ones none or some. Each tensor decides by
-    itself: those whose mean is closer to 0 than to 1.
+    In original checkpoints all norms are, in converted ones none or some. So each tensor is judged
+    separately: it is centred at 0 if its mean is closer to 0 than to 1.
     """
     return [
         name
@@ -229,13 +230,13 @@ class Gemma4Assistant(Head):
     """The assistant of Gemma 4.
 
     Its layers have no keys and values: they attend to those of the target's last layer with full
-    attention and of its last one with a sliding window. ``cache`` has these two views, in this
-    order. Each has ``offset``, the position of the query, which stays the same along a chain, and
-    ``keys_and_values()``, which returns what the query may see, both of shape (1, heads, entries,
-    head_dim).
+    attention, and of its last with a sliding window. ``cache`` has these two views, in this order.
+    Each has ``offset``, the position of the query, which stays the same throughout a chain, and
+    ``keys_and_values()``, which returns those that the query may see, both of shape (1, heads,
+    entries, head_dim).
 
     Raises:
-        LoadError: it was made for another target.
+        LoadError: the head was made for another target.
     """
 
     title = "Gemma 4 assistant"
@@ -289,7 +290,9 @@ class Gemma4Assistant(Head):
 
     @staticmethod
     def sanitize(weights: Weights) -> Weights:
-        """Drop the output layer, which is the embedding; ids as MLX indexes with them."""
+        """Drop the output layer, which equals the embedding, and convert ids to a type for
+        indexing.
+        """
         kept = {name: each for name, each in weights.items() if name != "lm_head.weight"}
         if (ordering := kept.get("masked_embedding.token_ordering")) is not None:
             kept["masked_embedding.token_ordering"] = ordering.astype(mx.int32)
@@ -297,7 +300,7 @@ class Gemma4Assistant(Head):
 
 
 class _MaskedEmbedding(nn.Module):
-    """Scores the tokens of the likeliest clusters only."""
+    """Computes logits only for the tokens of the likeliest clusters."""
 
     def __init__(self, args: gemma4_text.ModelArgs, config: Config) -> None:
         super().__init__()
@@ -317,7 +320,7 @@ class _MaskedEmbedding(nn.Module):
 
 
 def _rope(config: Config) -> Config:
-    """What mlx-lm's Llama takes; transformers 5 has one dictionary of all."""
+    """The RoPE settings for mlx-lm's Llama; transformers 5 has them in one dictionary."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return {
         "rope_theta": config.get("rope_theta") or rope.get("rope_theta", 10000.0),

@@ -1,7 +1,7 @@
-"""Finds trained heads, beside their target or in folders of their own, and loads them.
+"""Finds and loads trained heads, whether they come with their target or in a separate folder.
 
-Only headers are read to find a head. The names in ``config.json`` are those of the checkpoints, as
-transformers, speculators, SGLang and mlx-vlm write them.
+Finding a head reads only the headers of files. The keys read from ``config.json`` are those that
+transformers, speculators, SGLang and mlx-vlm write.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _KINDS: dict[str, type[Head]] = {
 }
 
 LEFT_OUT = "the head that comes with the model is left out: %s"
-"""The warning of a head that cannot be used, though nobody has named it."""
+"""The warning about a head that comes with the model but cannot be used."""
 
 CONVERTED = "mlxspec_converted"
-"""In ``config.json``: the tensors are the parameters. Norms must not be judged a second time."""
+"""A key in ``config.json``: tensors already have the names and norms of parameters."""
 
-_OWN = re.compile(r"(?:model\.|language_model\.)*mtp\.")  # before the names of a head's tensors
-_FOLDERS = ("mtp", "assistant", "head")  # of a head in its target's folder
+_OWN = re.compile(r"(?:model\.|language_model\.)*mtp\.")  # prefixes the names of a head's tensors
+_FOLDERS = ("mtp", "assistant", "head")  # for a head in its target's folder
 _SUPPORTED = (
     "supported are Gemma 4's assistants, the MTP heads of Qwen 3 Next and 3.5 or later, EAGLE-3, "
     "DFlash and DSpark"
@@ -64,10 +64,10 @@ class HeadFiles:
     """A head's files.
 
     Attributes:
-        directory: the folder with its ``config.json``, or that of the target that carries it.
-        kind: its class.
-        config: its settings, as in a ``config.json`` of its own.
-        files: the safetensors files with its tensors, which may be its target's.
+        directory: the folder of the head, or of the target that carries it.
+        kind: the head's class.
+        config: the head's settings, as in its own ``config.json``.
+        files: the safetensors files with the head's tensors, which may be its target's.
     """
 
     directory: Path
@@ -76,20 +76,20 @@ class HeadFiles:
     files: tuple[Path, ...]
 
     def tensors(self) -> dict[str, mx.array]:
-        """Its unevaluated tensors, under the names in its files."""
+        """The head's unevaluated tensors, by their names in the files."""
         tensors: dict[str, mx.array] = {}
         for path in self.files:
             loaded = check_weights_file(path)
-            # All of them in a file without a model's.
+            # A file without a model's tensors has only the head's.
             tensors |= {name: loaded[name] for name in loaded if _OWN.match(name)} or loaded
         return tensors
 
 
 def find_head(directory: Path) -> HeadFiles:
-    """The head in a folder: one of its own, or that of a model which carries it.
+    """The head in a folder, either the head's own or that of a model that carries it.
 
     Raises:
-        LoadError: there is no head, none of a kind that is supported, or a file is damaged.
+        LoadError: there is no head of a supported kind, or a file is damaged.
     """
     config = read_config(directory)
     if (name := named_kind(config)) is None:
@@ -100,7 +100,7 @@ def find_head(directory: Path) -> HeadFiles:
             f"models do not): name the original model or a published head; {_SUPPORTED}"
         )
     if name not in _KINDS:
-        raise LoadError(f"{directory}: a head of the unknown kind {printable(name)}; {_SUPPORTED}")
+        raise LoadError(f"{directory}: a head of unknown kind, {printable(name)}; {_SUPPORTED}")
     check_weights(directory)
     return HeadFiles(directory, _KINDS[name], config, tuple(sorted(directory.glob(WEIGHTS))))
 
@@ -108,8 +108,8 @@ def find_head(directory: Path) -> HeadFiles:
 def own_head(directory: Path) -> HeadFiles | None:
     """The head that comes with a model, or None.
 
-    Its tensors have names with ``mtp.`` in the model's files, or stand in ``mtp.safetensors``
-    beside them; or it has a folder ``mtp``, ``assistant`` or ``head`` there.
+    Its tensors have names with ``mtp.`` in the model's files, or are in ``mtp.safetensors`` next to
+    them, or in a folder ``mtp``, ``assistant`` or ``head`` there.
 
     Args:
         directory: the model's folder.
@@ -131,7 +131,8 @@ def own_head(directory: Path) -> HeadFiles | None:
 
 
 def head_directory(path_or_repo: str | Path, revision: str | None = None) -> Path:
-    """The folder with a head's files; of a repository, only files with its tensors are downloaded.
+    """The folder with a head's files. Of a repository, only files with the head's tensors are
+    downloaded.
 
     Args:
         path_or_repo: a head or a model that carries one, as for :func:`mlxspec.load`.
@@ -163,8 +164,8 @@ def load_with_head(
         on_read: as for :func:`.model.evaluate`, for the weights of the model.
 
     Raises:
-        LoadError: the model or the head cannot be used. What is no head, or no adapters, is refused
-            before the model is downloaded.
+        LoadError: the model or the head cannot be used. A path that is not a head, or not adapters,
+            is refused before the model is downloaded.
     """
     if adapter_path is not None:
         find_adapters(adapter_path)
@@ -180,17 +181,17 @@ def load_with_head(
 def head_for(
     model: nn.Module, head: str | Path | Head | bool | None, directory: Path | None = None
 ) -> Head | None:
-    """The head to use with a model, loaded; None for none.
+    """The loaded head to use with a model, or None.
 
     Args:
         model: the loaded model.
-        head: a loaded head, or one as for :func:`head_directory`; False takes none; otherwise
-            it is the one that comes with the model, if there is one.
-        directory: the model's, where its own head may be.
+        head: a loaded head, or a head as for :func:`head_directory`; False uses none; None or True
+            uses the head that comes with the model, if any.
+        directory: the model's directory, which may have its head.
 
     Raises:
-        LoadError: the head that is named cannot be used. One that comes with the model is left out,
-            with a warning.
+        LoadError: the named head cannot be used. (A head that comes with the model is left out
+            instead, with a warning.)
     """
     if isinstance(head, Head):
         return head
@@ -212,14 +213,14 @@ def head_for(
 def load_head(found: HeadFiles, target_config: Config) -> Head:
     """Load a head for a target, without binding it.
 
-    On the CPU back end half-precision weights become float32, as those of models do.
+    On the CPU back end, half-precision weights become float32, like those of models.
 
     Args:
-        found: its files.
+        found: the head's files.
         target_config: the target's settings, as in its ``config.json``.
 
     Raises:
-        LoadError: it does not belong to the target, or its files are damaged.
+        LoadError: the head does not belong to the target, or its files are damaged.
     """
     if not _belongs(found.kind, target_config):
         has = printable(target_config.get("model_type"))
@@ -237,8 +238,8 @@ def load_lazily(found: HeadFiles, target_config: Config | None = None) -> Head:
     """Load a head without evaluating its weights.
 
     Args:
-        found: its files.
-        target_config: its target's settings; None for a target that has what the head needs.
+        found: the head's files.
+        target_config: the target's settings; None assumes a target that fits.
 
     Raises:
         LoadError: a file is damaged, or the weights do not fit the settings.
@@ -250,7 +251,7 @@ def load_lazily(found: HeadFiles, target_config: Config | None = None) -> Head:
         target_config = text_of(settings_of(config)) | sizes_needed(config)
 
     def quantised(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        # What the files hold decides, since paths in config.json may be the target's.
+        # The tensors decide, since paths in config.json may be the target's.
         if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
             return False
         return infer_quant_config(path, module, weights)
@@ -264,12 +265,12 @@ def load_lazily(found: HeadFiles, target_config: Config | None = None) -> Head:
         head.load_weights(list(weights.items()))
     except LoadError as error:
         raise LoadError(f"{found.directory}: {error}") from error
-    except Exception as error:  # whatever a wrong configuration or file makes MLX raise
+    except Exception as error:  # a wrong configuration or file makes MLX raise anything
         raise LoadError(f"{found.directory}: {reason(error)}") from error
     return head
 
 
 def _belongs(kind: type[Head], target_config: Config) -> bool:
-    """Whether heads of this kind have targets of this architecture."""
+    """Whether heads of this kind support targets of this architecture."""
     types = (target_config.get("model_type"), text_of(target_config).get("model_type"))
     return not kind.families or any(str(one).startswith(kind.families) for one in types)
