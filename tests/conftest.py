@@ -37,12 +37,6 @@ os.environ["MLXSPEC_CONFIG_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 os.environ.pop("MLXSPEC_MODEL", None)
 os.environ.pop("MLXSPEC_API_KEY", None)
 
-# Processes of tests find sitecustomize.py, which keeps a file for all of them.
-os.environ["TESTS_STARTUP_FILE"] = os.path.join(tempfile.mkdtemp(prefix="mlxspec-tests-"), "kept")
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [str(Path(__file__).parent / "support/startup"), os.environ.get("PYTHONPATH")])
-)
-
 import mlxspec.engine.costs  # isort: skip  (before mlx.core)
 import mlx.core as mx
 import pytest
