@@ -259,7 +259,11 @@ def serve_command(
     seconds to end; press Ctrl-C again to end them at once.
     """
     named = Generation(
-        *(None, options.max_tokens, drafting, SamplingParams(), caches),
+        None,
+        options.max_tokens,
+        drafting,
+        SamplingParams(),
+        caches,
         adapter_path=options.adapter_path,
     )
     with leading() as leader:
@@ -459,9 +463,11 @@ class _Loader:
                         note(f"{one_line(str(directory))} is left out: {files.trouble}")
                     continue
                 entries[name] = Entry(
+                    name,
                     # Absolute, since a relative path could name a Hub repository once the directory
                     # is gone.
-                    *(name, str(directory.absolute()), _other_names(name, str(directory))),
+                    str(directory.absolute()),
+                    _other_names(name, str(directory)),
                     nbytes=files.memory_bytes,
                     context_length=stated_context_length(read_config(directory)),
                     keep_alive=KEEP_ALIVE if seconds is None else seconds,

@@ -385,7 +385,10 @@ class Endpoints:
                 "sampling": body.sampling(choice, served.special_tokens),
             }
             return ServedRequest(
-                *(served, tokens, max_tokens, options),
+                served,
+                tokens,
+                max_tokens,
+                options,
                 prediction=prediction,
                 top_logprobs=body.top,
                 partition=partition,
