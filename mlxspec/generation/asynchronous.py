@@ -140,7 +140,7 @@ class EngineThread:
             self._commands.get()()
 
     def _turn(self) -> bool:
-        """Run a turn of each engine with requests; return whether there is more to do."""
+        """Run a turn of each engine with requests; return whether any took part."""
         if self.ending:
             return False
         engines = [engine for engine in self.engines.values() if engine.has_requests]
