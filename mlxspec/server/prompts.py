@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..engine.grammar import token_of
 from ..engine.params import ONE_LINE, Constraint, Phases
 from ..errors import OptionError, PromptError
-from ..generation.options import in_answer, leaves_reasoning_open
+from ..generation.chat_answer import in_answer, leaves_reasoning_open
 from ..models.chat_template import apply_template, reserved_arguments
 from ..models.model import encode_prompt
 from ..models.tokenizer import detokenizer_of

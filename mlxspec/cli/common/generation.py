@@ -335,7 +335,7 @@ class Generation:
         """
         from ...engine.caches import cached_length
         from ...engine.model_sizes import context_length
-        from ...generation.options import ends_in_reasoning, in_answer, leaves_reasoning_open
+        from ...generation.chat_answer import ends_in_reasoning, in_answer, leaves_reasoning_open
         from ...models.tokenizer import detokenizer_of
 
         options: Any = {**self.options(decoder), **more}
