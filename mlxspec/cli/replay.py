@@ -133,9 +133,9 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     tokenizer = load_tokenizer_of(asked.tokenizer)
     completions = read_completions(traces, tokenizer, asked.limit)
     curves = {name: chip.curve for name, chip in chips.items()}
-    work = completions, vocabulary_classes(tokenizer), policies, curves, asked.concurrency
+    classes, n = vocabulary_classes(tokenizer), asked.concurrency
     with ProgressBar("Replaying") as on_progress:
-        comparison = compare(*work, on_progress)
+        comparison = compare(completions, classes, policies, curves, n, on_progress)
     entries = [
         {"chip": chip, "estimated_rows": [*chips[chip].estimated], "decoder": name, **report}
         for chip, reports in comparison.items()

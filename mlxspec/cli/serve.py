@@ -258,13 +258,9 @@ def serve_command(
     connect with --host 0.0.0.0, which needs a key. Ctrl-C or SIGTERM gives running requests --grace
     seconds to end; press Ctrl-C again to end them at once.
     """
+    adapters = options.adapter_path
     named = Generation(
-        None,
-        options.max_tokens,
-        drafting,
-        SamplingParams(),
-        caches,
-        adapter_path=options.adapter_path,
+        None, options.max_tokens, drafting, SamplingParams(), caches, adapter_path=adapters
     )
     with leading() as leader:
         if leader and (options.available or options.keep_alive is not None or options.cache_dir):
@@ -301,9 +297,10 @@ def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
             memory=loader.memory,
         )
         entries = loader.entries()
-        found = loader.find, loader.save
         default = None if entries else default_model()
-        catalog = Catalog(worker, loader.load, entries, *found, default=default, log=log)
+        catalog = Catalog(
+            worker, loader.load, entries, loader.find, loader.save, default=default, log=log
+        )
         # SIGTERM acts like Ctrl-C.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         serving.callback(signal.signal, signal.SIGTERM, usual)
@@ -483,7 +480,8 @@ class _Loader:
         decoder = how.load(None, self.memories, self.leader, on_read)
         # These run many forwards, which may overlap with those of other models.
         _ = decoder.capability, decoder.joint_mode
-        most, owner = self.memory.most_cached, self.keys[0] if len(self.keys) == 1 else ""
+        owner = self.keys[0] if len(self.keys) == 1 else ""
+        most = self.memory.most_cached
         served = ServedModel(entry.name, decoder, how.caches, most, self.template, owner)
         if place := self._place(entry):
             most = self.memory.most_idle(served.memory.weights) // max(1, len(self.paths))

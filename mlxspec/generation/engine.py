@@ -172,7 +172,8 @@ class Engine:
 
     def _prefill(self, hurried: bool) -> None:
         """Run chunks of prompts, at least one, for as long as decoding requests may wait."""
-        self._deadline, started = math.inf, time.perf_counter()
+        started = time.perf_counter()
+        self._deadline = math.inf
         while prefilling := self._in(State.PREFILL):
             if (hurried or self._in(State.DECODE)) and self._deadline == math.inf:
                 self._deadline = time.perf_counter() + self.stall
@@ -206,7 +207,8 @@ class Engine:
         assert sequence is not None
         if request.prefill is None:
             request.prefill = sequence.begin_in_chunks(self._chunk)
-        started, before, done = time.perf_counter(), request.prefilled - request.n_cached, 0
+        before, done = request.prefilled - request.n_cached, 0
+        started = time.perf_counter()
         try:
             for done, total in request.prefill:
                 request.on_progress(done, total)
@@ -259,7 +261,8 @@ class Engine:
         last: GenerationResponse | None = None,
     ) -> None:
         """Close a request in any state, and only then pass on its last response."""
-        request.state, request.error = State.DONE, request.error or error
+        request.state = State.DONE
+        request.error = request.error or error
         try:
             with ExitStack() as ending:  # runs every callback, even if one fails
                 ending.callback(self._forget, request)
@@ -274,7 +277,8 @@ class Engine:
             if last:
                 request.receive(last)
         except Exception as failure:  # the response was not received
-            request.error, request.finish_reason = request.error or failure, None
+            request.error = request.error or failure
+            request.finish_reason = None
         request.at_end()
 
     def _forget(self, request: Request) -> None:

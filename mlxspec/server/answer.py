@@ -330,7 +330,8 @@ class Choice:
 
     def read(self, pieces: Sequence[Piece], end: Ended | None) -> list[TextRun]:
         """Read tokens, and the end if it has come; return the runs that they add."""
-        self._runs, parser = [], self._parser
+        parser = self._parser
+        self._runs = []
         for piece in pieces:
             if self.finished:
                 break
@@ -339,7 +340,8 @@ class Choice:
                 self._silent.append(piece)
             for delta in parser.feed(piece.text) if parser else [Part("text", piece.text)]:
                 self._add(delta, piece.accepted)
-            self.reasoning_tokens += reasoned or (parser is not None and parser.reasoning)
+            if reasoned or (parser and parser.reasoning):
+                self.reasoning_tokens += 1
         if end and parser:
             for delta in parser.finish(end.finish_reason == "length" or end.stop is not None):
                 self._add(delta, False)

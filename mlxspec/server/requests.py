@@ -431,8 +431,10 @@ class ApiBody(SamplingBody):
     @property
     def continued(self) -> bool:
         """Whether the answer continues the last message, a message of the assistant."""
-        last, asked = self.conversation[-1], self.continues and self.continue_final_message
-        return asked and last["role"] == "assistant" and "tool_calls" not in last
+        if not (self.continues and self.continue_final_message):
+            return False
+        last = self.conversation[-1]
+        return last["role"] == "assistant" and "tool_calls" not in last
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

@@ -487,8 +487,10 @@ class ResponsesAnswer(ApiAnswer):
 
     def _events_of(self, run: TextRun) -> Iterator[dict[str, Any]]:
         """The events of an item, which has at most one content part."""
-        position, text, kind = run.position, run.text, self._kind_of(run.part)
-        empty, name = replace(run.part, text="", pieces=[]), _ITEMS[kind][1]
+        position, text = run.position, run.text
+        kind = self._kind_of(run.part)
+        name = _ITEMS[kind][1]
+        empty = replace(run.part, text="", pieces=[])
         item = self._item(position, empty, "in_progress")
         has_content = "content" in item
         place = {"item_id": item["id"], "output_index": position}

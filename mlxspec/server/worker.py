@@ -143,10 +143,9 @@ class ServedRequest(Request):
         top_logprobs: int | None = None,
         partition: str = "",
     ) -> None:
-        decoder = served.decoder
         given = cast(GenerationOptions, {**vars(served.caches), **options})
         super().__init__(
-            decoder,
+            served.decoder,
             prompt,
             max_tokens,
             given,
@@ -281,7 +280,8 @@ class EventStream(RequestStream):
                 yield [event for event in batch if not isinstance(event, ApiError)]
                 if isinstance(batch[-1], ApiError):
                     raise batch[-1]
-                left -= isinstance(batch[-1], Ended)
+                if isinstance(batch[-1], Ended):
+                    left -= 1
                 count = sum(isinstance(one, Piece) for one in batch)
                 self._tell(request, Engine.has_read, count)
         finally:
@@ -338,8 +338,8 @@ class ModelQueue(Engine):
             if not self._worker.admit(request):
                 if memory.reserved or memory.ever_fits(request.need):
                     return None
-                sizes = len(request.prompt), request.max_tokens, request.need
-                self.cancel(request, memory.refusal(*sizes))
+                refusal = memory.refusal(len(request.prompt), request.max_tokens, request.need)
+                self.cancel(request, refusal)
             elif not self.served.cache.should_wait(request.prompt, request.partition):
                 return request
         return None
