@@ -57,10 +57,7 @@ class ReplayOptions:
         "--curve FILE", "A cost curve written by 'mlxspec calibrate --json'."
     )
     limit: int = option_field(
-        "--limit N",
-        "At most N conversations per category, evenly spaced.",
-        default=240,
-        type=COUNT,
+        "--limit N", "At most N conversations per category, evenly spaced.", default=240, type=COUNT
     )
     drafter: str | None = option_field(
         DRAFTER, "Also replay your own drafter class, alone and with auto."

@@ -116,9 +116,7 @@ class ServeOptions:
         "--port N", "The port; 0 takes a free one.", default=8080, type=click.IntRange(0, 65535)
     )
     allowed_hosts: tuple[str, ...] = _address_option(
-        "--allowed-host NAME",
-        "Also answer requests to this host name; repeatable.",
-        multiple=True,
+        "--allowed-host NAME", "Also answer requests to this host name; repeatable.", multiple=True
     )
     api_key_file: Path | None = _address_option(  # noqa: RUF009
         "--api-key-file FILE",
@@ -130,10 +128,7 @@ class ServeOptions:
         default=False,
     )
     concurrency: int = _request_option(
-        "--concurrency N",
-        "Generate for N requests per model at once.",
-        default=8,
-        type=COUNT,
+        "--concurrency N", "Generate for N requests per model at once.", default=8, type=COUNT
     )
     queue: int = _request_option(
         "--queue N",
@@ -181,10 +176,7 @@ class ServeOptions:
         "-q --quiet", "Do not print a line for each request.", default=False, group="Output"
     )
     log_json: bool = option_field(
-        "--log-json",
-        "Print these lines as JSON to standard output.",
-        default=False,
-        group="Output",
+        "--log-json", "Print these lines as JSON to standard output.", default=False, group="Output"
     )
 
 

@@ -185,9 +185,7 @@ each.
 
 
 async def astream(
-    decoder: LoadedModel,
-    new_request: Callable[..., Request],
-    options: GenerationOptions,
+    decoder: LoadedModel, new_request: Callable[..., Request], options: GenerationOptions
 ) -> AsyncGenerator[GenerationResponse, None]:
     """The generator that :meth:`mlxspec.Decoder.astream` returns.
 

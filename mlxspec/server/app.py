@@ -89,11 +89,7 @@ def create_app(
     return Starlette(
         routes=[guarded],
         lifespan=catalog.watching,
-        exception_handlers={
-            ApiError: refused,
-            HTTPException: refused,
-            Exception: _server_error,
-        },
+        exception_handlers={ApiError: refused, HTTPException: refused, Exception: _server_error},
     )
 
 

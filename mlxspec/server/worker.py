@@ -144,14 +144,8 @@ class ServedRequest(Request):
         partition: str = "",
     ) -> None:
         given = cast(GenerationOptions, {**vars(served.caches), **options})
-        super().__init__(
-            served.decoder,
-            prompt,
-            max_tokens,
-            given,
-            partial(served.make_drafter, prediction, partition),
-            self._send,
-        )
+        make_drafter = partial(served.make_drafter, prediction, partition)
+        super().__init__(served.decoder, prompt, max_tokens, given, make_drafter, self._send)
         self.at_end = self._end
         self.number = next(_numbers)
         self.served = served

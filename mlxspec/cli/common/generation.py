@@ -93,10 +93,7 @@ class DraftingOptions:
         type=MODEL,
     )
     num_draft_tokens: int = option_field(
-        "--num-draft-tokens N",
-        "Draft at most N tokens with --draft-model.",
-        default=2,
-        type=COUNT,
+        "--num-draft-tokens N", "Draft at most N tokens with --draft-model.", default=2, type=COUNT
     )
     head: str | None = _auto(*HEAD, type=MODEL)
     no_head: bool = option_field(*NO_HEAD, default=False)
