@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # On a terminal the demo is in colour; so it is in a log, where one wants to see it too.
 DEMO_PROMPT := Repeat the following phrase 10 times: "The quick brown fox jumps over the lazy dog.". Don't say anything else.
 
-.PHONY: demo test check lint format bench packages docs clean
+.PHONY: demo test check lint types strict-types format bench packages docs clean
 
 demo: $(VENV)/.run
 	$(BIN)/python decoder.py --model demo --color --max-tokens 250 --prompt '$(subst ','\'',$(DEMO_PROMPT))'
@@ -27,9 +27,14 @@ check: lint
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory -j 2 types strict-types
+
+types: $(VENV)/.dev
 	$(BIN)/mypy
+
+strict-types: $(VENV)/.dev
 	$(BIN)/mypy --strict --follow-imports silent --cache-dir .mypy_cache/strict \
-		examples .ci/*.py docs/pages.py
+		examples .ci/*.py docs/pages.py tests/typed_program.py
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -37,6 +37,12 @@ os.environ["MLXSPEC_CONFIG_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 os.environ.pop("MLXSPEC_MODEL", None)
 os.environ.pop("MLXSPEC_API_KEY", None)
 
+# Processes of tests find sitecustomize.py, which keeps a file for all of them.
+os.environ["TESTS_STARTUP_FILE"] = os.path.join(tempfile.mkdtemp(prefix="mlxspec-tests-"), "kept")
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent / "support/startup"), os.environ.get("PYTHONPATH")])
+)
+
 import mlxspec.engine.costs  # isort: skip  (before mlx.core)
 import mlx.core as mx
 import pytest
@@ -54,15 +60,16 @@ Path(os.environ["MLXSPEC_DATA_DIR"], "memory").mkdir()
 # A shell starts what runs in the background with Ctrl-C ignored, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# That a busy machine takes long over an example is no failure. Otherwise as Hypothesis has it,
-# which tries the same examples each time where it sees that it runs in CI.
+# A busy machine may take long over an example. Each run tries the same examples, so that what fails
+# is what has changed; the long form draws others each time.
 settings.register_profile(
-    "busy",
+    "tests",
     deadline=None,
+    derandomize=not LONG,
     max_examples=examples(24),
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.load_profile("busy")
+settings.load_profile("tests")
 
 LONGEST = (
     "cli/test_memory.py",
@@ -87,7 +94,6 @@ LONGEST = (
     "generation/test_thread_end.py",
     "cli/test_prompts.py",
     "distributed/test_deaths.py",
-    "test_typing.py",
 )
 """The files that take longest. They come first, so that no process runs one of them at the end."""
 
@@ -192,7 +198,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    for directory in OF_THE_USER:
+    for directory in (*OF_THE_USER, os.path.dirname(os.environ["TESTS_STARTUP_FILE"])):
         shutil.rmtree(directory, ignore_errors=True)
 
 

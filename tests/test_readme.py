@@ -27,6 +27,7 @@ import pytest
 import mlxspec
 from tests.support import command_line
 from tests.support.demo import FLAT, given_costs, keep_costs
+from tests.support.trials import try_equal_models_once
 
 ROOT = Path(mlxspec.__file__).parent.parent
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -200,6 +201,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
+    try_equal_models_once(monkeypatch)
     return tmp_path
 
 
@@ -275,7 +277,7 @@ def shell(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
     for what in ("init -q", "add -N report.txt"):  # which is what "git diff" shows
         subprocess.run(["git", *what.split()], check=True)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     for kind in ("DATA", "CONFIG"):
         monkeypatch.setenv(f"MLXSPEC_{kind}_DIR", str(directory / kind.lower()))
 

@@ -86,7 +86,7 @@ def set_command(key: str, value: str) -> None:
     elif key not in KEYS:
         read = resolved(_model(read, config))
     _write(key, read)
-    say(f"{key} is {read}.")
+    say(f"{key}: {read}")
 
 
 @config_command.command("get")

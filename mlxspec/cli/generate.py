@@ -35,7 +35,8 @@ from .memory import Memories
 
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
-    from ..generation.response import GenerationResult, StepTime
+    from ..drafting.costs import StepTime
+    from ..generation.response import GenerationResult
 
 
 _model = partial(option, group="Model and prompt")

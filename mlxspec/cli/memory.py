@@ -276,7 +276,7 @@ def forget_command(
     say(f"Forgot {counted(sum(len(rows) for _, rows in found), 'answer')}.")
 
 
-@memory_command.command("export")
+@memory_command.command("export", short_help="Write the answers as a chat log.")
 @_model_option
 def export_command(model: str | None) -> None:
     """Write the answers to standard output as a chat log, the oldest first.
@@ -376,6 +376,7 @@ def _earned(days: dict[str, dict[str, int]]) -> str:
     total = Counter[str]()
     for figures in days.values():
         total.update(figures)
-    tokens = max(1, total["tokens"])
+    if not (tokens := total["tokens"]):
+        return "nothing yet"
     shares = [f"{total[name] / tokens:.0%} from {name}" for name in SOURCES if total[name]]
     return ", ".join([f"{tokens / max(1, total['steps']):.2f} tokens per step", *shares])

@@ -40,7 +40,7 @@ def run_command(is_module: bool, no_memory: bool, program: str, arguments: tuple
     mlx_lm.server batches most requests itself; these run without speculation.
     """
     sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(program))
-    if not (_has_module(program) if is_module else os.path.exists(program)):
+    if not (_has_module(program) if is_module else _is_script(program)):
         kind, other = ("module", "script") if is_module else ("script", "module")
         hint = "leave out -m" if is_module else "add -m"
         raise click.ClickException(f"{program}: no such {kind}; to run a {other}, {hint}")
@@ -62,6 +62,10 @@ def run_command(is_module: bool, no_memory: bool, program: str, arguments: tuple
             # Show the traceback here, since click would treat some exceptions as its own.
             sys.excepthook(type(error), error, error.__traceback__)
             sys.exit(1)
+
+
+def _is_script(path: str) -> bool:
+    return os.path.exists(os.path.join(path, "__main__.py") if os.path.isdir(path) else path)
 
 
 def _has_module(name: str) -> bool:

@@ -590,7 +590,8 @@ def _serve(app: Any, listening: socket.socket, catalog: Catalog, loader: _Loader
     server = HttpServer(app, grace=grace, on_exit=on_exit)
 
     def on_loss(line: str) -> None:
-        worker.fail(ApiError(f"the server is shutting down: {line}", status=503))
+        line = f"the server is shutting down: {line.removeprefix('Error: ')}"
+        worker.fail(ApiError(line, status=503))
         server.should_exit = True
         ended.wait(_LAST_ERRORS)
 

@@ -38,7 +38,7 @@ def service_command() -> None:
     """Keep 'mlxspec serve' running from login on, by launchd on macOS and systemd on Linux."""
 
 
-@service_command.command("install")
+@service_command.command("install", short_help="Install and start the service.")
 @serve_options
 @option("--yes", "Write without asking.", group="Writing")
 @click.pass_obj
@@ -96,7 +96,7 @@ def _stable_path() -> str:
     return found if found and os.path.samefile(found, ours) else str(ours)
 
 
-@service_command.command("status")
+@service_command.command("status", short_help="Show whether it runs and answers.")
 def status_command() -> None:
     """Show whether the service runs, its address, and whether it answers.
 

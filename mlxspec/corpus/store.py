@@ -109,6 +109,7 @@ def _pieces(path: Path) -> Iterator[str]:
 
 
 _FORMAT = "mlxspec store"
+_GLANCE = 256  # bytes of a file, enough to see its format
 _REMEDY = "build it again with `mlxspec store build`"
 
 
@@ -207,15 +208,20 @@ def build_store(
         path: the file to write.
         sequences: the token ids of each text. Later texts count as newer.
         tokenizer: the tokenizer of these ids.
-        force: replace an existing file at ``path``.
+        force: replace an existing store at ``path``, even a damaged one, or an empty file.
 
     Raises:
         FileError: ``path`` exists or cannot be written, or no text has at least two tokens.
     """
     path = Path(path)
     check_writable(path)
-    if path.exists() and not force:
-        raise FileError(f"{path}: exists; name another file, or replace it with --force")
+    if path.exists():
+        with path.open("rb") as file:
+            begins = file.read(_GLANCE)
+        if begins and f'"{_FORMAT}"'.encode() not in begins:
+            raise FileError(f"{path}: exists and is not an mlxspec store; name another file")
+        if not force:
+            raise FileError(f"{path}: exists; name another file, or replace it with --force")
     identity = identify(tokenizer)
     index = SuffixArray.of(_first(sequences, identity.vocab_size))
     if not len(index.tokens):

@@ -368,7 +368,9 @@ def taking_part() -> Iterator[Leader]:
     try:
         group = mx.distributed.init()
     except (RuntimeError, ValueError) as error:
-        raise MlxspecError(f"the ranks cannot be connected: {error}") from error
+        raise MlxspecError(
+            f"the ranks cannot be connected ({error}): give mlx.launch -n 2 or more, or two hosts"
+        ) from error
     if group.rank() > 0:
         _follow_to_the_end(group)
     channel = meet(group)

@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from ..corpus.answers import SWITCH
+from ..drafting.costs import StepTimes
 from ..drafting.drafter import Drafter
 from ..drafting.kept import Experience, experience_path
 from ..engine.caches import smallest_keeping_window
@@ -21,7 +22,6 @@ from ..engine.costs import KeptCosts, costs_for, model_identity
 from ..engine.joint import JointMode
 from ..engine.target import Capability, evaluate_constants, vocabulary_size
 from ..models.tokenizer import detokenizer_of, vocabulary_classes
-from .response import StepTimes
 
 _log = logging.getLogger(__name__)
 

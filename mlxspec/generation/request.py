@@ -295,13 +295,14 @@ class Request:
             cost: the step's time in steps without drafts; NaN if unknown.
         """
         self.decoder.step_times.record(step.rows, step.seconds, step.pipelined)
-        self.stats += SpeculationStats(
-            steps=1,
-            rows=len(step.tree),
-            drafted=step.drafted,
-            accepted=len(step.accepted),
-            emitted=len(step.tokens),
-            cost=cost,
+        stats = self.stats
+        self.stats = SpeculationStats(
+            steps=stats.steps + 1,
+            rows=stats.rows + len(step.tree),
+            drafted=stats.drafted + step.drafted,
+            accepted=stats.accepted + len(step.accepted),
+            emitted=stats.emitted + len(step.tokens),
+            cost=stats.cost + cost,
         )
 
     def responses_of(self, step: VerifiedStep) -> Iterator[GenerationResponse]:

@@ -1,19 +1,17 @@
-"""The output of a generation: text, a response per token, the result, and the time of its steps."""
+"""The output of a generation: text, a response per token, and the result."""
 
 from __future__ import annotations
 
 import math
 import operator
-import threading
-from collections import Counter, deque
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
-from statistics import median
 from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
+from ..drafting.costs import StepTime
 from ..errors import OptionError
 
 if TYPE_CHECKING:
@@ -130,60 +128,6 @@ class GenerationResponse(MlxLmResponse):
             logprob=cast(float, self.logprobs[self.token].item()),
             top=[(token, value) for token, value in top if value > -math.inf],
         )
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """The measured T(rows).
-
-    Attributes:
-        rows: rows per forward.
-        pipelined: whether the forward was dispatched during the step before, as in plain
-            decoding; such a step has one row.
-        steps: how many such steps ran.
-        seconds: median wall time of the recent ones.
-        cost: the verify cost T(rows) / T(1), where T(1) is pipelined if such a step has run; None
-            until a step of one row has run.
-    """
-
-    rows: int
-    pipelined: bool
-    steps: int
-    seconds: float
-    cost: float | None
-
-
-_KEPT = 64  # recent steps per number of rows: enough for a median, few enough to show a hot chip
-
-
-class StepTimes:
-    """T(rows): the wall time of whole steps by their number of rows.
-
-    A whole step consists of proposing, forward, reading, acceptance and cache commit. The times
-    hold for one model on one machine in one data type. Threads may record concurrently.
-    """
-
-    def __init__(self) -> None:
-        self._recent: dict[tuple[int, bool], deque[float]] = {}
-        self._steps: Counter[tuple[int, bool]] = Counter()
-        self._lock = threading.Lock()
-
-    def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
-        """Add the wall time of one step."""
-        with self._lock:
-            self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
-            self._steps[rows, pipelined] += 1
-
-    def table(self) -> list[StepTime]:
-        """One entry per kind of step that has run, fewest rows first."""
-        with self._lock:
-            seconds = {kind: median(recent) for kind, recent in self._recent.items()}
-            steps = self._steps.copy()
-        one_row = seconds.get((1, True)) or seconds.get((1, False))
-        return [
-            StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
-            for kind, time in sorted(seconds.items())
-        ]
 
 
 @dataclass

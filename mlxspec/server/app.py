@@ -305,7 +305,7 @@ class Endpoints:
 
         Raises as :meth:`.Catalog.named` and :meth:`.Catalog.use` do.
         """
-        entry = await self.catalog.named(name, self.strict)
+        entry = await self.catalog.named(name or None, self.strict)
         return await self.catalog.use(entry, request.state.uses)
 
     async def _tokenized(self, served: ServedModel, make: Callable[[], _Result]) -> _Result:

@@ -274,7 +274,7 @@ def _refuse_first(error: ValidationError, body: Any) -> NoReturn:
         raise ApiError(f"{path} is missing: send it.", param=path)
     if wrong["type"] == "value_error":  # raised by our own code, with a clear message
         raise ApiError(f"{path}: {wrong['msg'].removeprefix('Value error, ')}.", param=path)
-    remedy = re.sub(r"^(Input|String|List|Dictionary) should", "it should", wrong["msg"])
+    remedy = re.sub(r"^\w+ should", "it should", wrong["msg"])
     remedy = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", remedy)
     remedy = remedy.replace("Extra inputs are not permitted", "leave it out")
     refuse(path, wrong["input"], remedy.replace(" after validation", ""))

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from .. import __version__
 from ..models.tokenizer import token_bytes
@@ -43,7 +43,7 @@ class _Tool(Body):
 
 class _Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text = ""
+    content: Text = Field("", validation_alias=AliasChoices("content", "refusal"))
     name: str | None = None
     reasoning_content: str = ""
     reasoning: str = ""

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner, Result
 
@@ -58,10 +59,33 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
             "(mlxspec generate --help)\n",
         ),
         (("run", "-m"), "Error: Missing argument 'PROGRAM' (mlxspec run --help)\n"),
+        (
+            ("generate", "--prompt-ids", "1,x"),
+            "Error: Invalid value for '--prompt-ids': '1,x': write ids as 1,415,2936 "
+            "(mlxspec generate --help)\n",
+        ),
+        (
+            ("generate", "-W", "x"),
+            "Error: Invalid value for '-W' / '--window-size' / '--WINDOW_SIZE': 'x' is neither a "
+            "whole number nor auto (mlxspec generate --help)\n",
+        ),
     ],
 )
 def test_a_wrong_use_is_one_line_and_status_2(called: Called, arguments: tuple, told: str) -> None:
     assert called(*arguments) == (2, told)
+
+
+def test_an_interrupted_question_ends_its_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @click.command()
+    def asks() -> None:
+        raise click.Abort  # as click.confirm at Ctrl-C
+
+    monkeypatch.setattr(sys, "argv", ["asks"])
+    with pytest.raises(SystemExit, match="130"):
+        run_command(asks, "asks")
+    assert capsys.readouterr().err == "\nInterrupted.\n"
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ SETTING = "MLX_MAX_MB_PER_BUFFER=512,MLX_MAX_OPS_PER_BUFFER=100"
 def test_mlx_s_settings_are_in_the_environment_which_overrides_them(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    assert run("config", "set", "mlx-settings", SETTING).stdout == f"mlx-settings is {SETTING}.\n"
+    assert run("config", "set", "mlx-settings", SETTING).stdout == f"mlx-settings: {SETTING}\n"
     assert f"mlx-settings  {SETTING}" in run("config").stdout
     monkeypatch.setattr("os.environ", {**os.environ, "MLX_MAX_OPS_PER_BUFFER": "7"})
     apply_mlx_settings()

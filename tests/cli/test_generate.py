@@ -16,12 +16,12 @@ from mlxspec.cli.generate import (
     generate_command,
     step_times_table,
 )
+from mlxspec.drafting.costs import StepTime
 from mlxspec.engine.target import Target
 from mlxspec.generation.response import (
     GenerationResponse,
     GenerationResult,
     SpeculationStats,
-    StepTime,
 )
 from tests.cli.conftest import HOSTILE
 from tests.support.scripted_model import BOS

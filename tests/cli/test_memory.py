@@ -441,6 +441,7 @@ def test_what_is_chosen_is_forgotten(options: tuple[str, ...], gone: list[int]):
         assert shown[1:] == [f"Forgot {number}."]
     else:
         assert shown == ["Forgot 0 answers."]
+    assert ("earned     nothing yet" in said("show")) == (len(gone) == len(ids))
 
 
 @pytest.mark.nightly(keep=1)

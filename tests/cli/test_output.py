@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
+from mlxspec.cli.common.notes import note
 from mlxspec.cli.common.output import (
     ProgressBar,
     counted,
@@ -149,3 +150,14 @@ def test_an_interrupted_prefill_leaves_no_bar_behind():
         pass
     text = stream.getvalue()
     assert text.endswith("\x1b[2K")  # the line is erased
+
+
+def test_a_note_appears_above_a_bar_and_not_on_its_line():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, color_system=None, width=40)
+    with ProgressBar("Working", console=console) as progress:
+        progress(0.5)
+        note("the machine is busy")
+    before, found, _ = file.getvalue().partition("Note: the machine is busy")
+    assert found
+    assert before.endswith("\r\x1b[2K")  # the bar's line is erased first

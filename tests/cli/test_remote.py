@@ -36,7 +36,7 @@ def test_every_command_does_its_work_with_a_server(endless: Path, tmp_path: Path
         *(f"/load {saved}", f"/model {endless}", "d", "/model nope"),
     ]
     with serving("--model", endless, "--model", other, *PLAIN) as server:
-        options = ["--server", server.address, "--max-tokens", "5"]
+        options = ["--server", server.address.removeprefix("http://"), "--max-tokens", "5"]
         result = CliRunner().invoke(chat_command, options, input="\n".join(lines))
     assert result.stdout == LINE + "ah oh\n" * 4 + LINE, result.stderr
     assert f"Chatting with {endless.name}.\n" in result.stderr

@@ -139,6 +139,7 @@ def test_mlx_lm_is_as_before_when_the_program_has_ended(run, tmp_path: Path) -> 
         ((), "Missing argument 'PROGRAM'"),
         (("-m",), "Missing argument 'PROGRAM'"),
         (("nowhere.py",), "Error: nowhere.py: no such script"),
+        (("/",), "Error: /: no such script"),
         (("-m", "nowhere"), "Error: nowhere: no such module"),
         (("-m", "nowhere.at_all"), "Error: nowhere.at_all: no such module"),
     ],

@@ -42,7 +42,7 @@ def test_merging_json_keeps_all_else(document: dict[str, Any], others: dict[str,
     assert found == {**document, "servers": {**others, **OURS["servers"]}}
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(document=DOCUMENTS)
 def test_merging_yaml_keeps_all_else_or_refuses(document: dict[str, Any]) -> None:
     text = yaml.safe_dump(document, allow_unicode=True)
@@ -52,7 +52,7 @@ def test_merging_yaml_keeps_all_else_or_refuses(document: dict[str, Any]) -> Non
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(document=DOCUMENTS)
 def test_merging_toml_keeps_all_else(document: dict[str, Any]) -> None:
     tomllib = pytest.importorskip("tomllib")
@@ -165,7 +165,6 @@ def test_what_cannot_be_kept_is_refused_by_its_name(name: str, text: str, told: 
 @pytest.mark.parametrize(("name", "text"), [("x.yaml", CONTINUE), ("x.toml", CODEX)])
 @settings(
     max_examples=examples(40),
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(data=st.data())

@@ -203,7 +203,7 @@ def test_nothing_is_made_or_changed_but_by_calling_what_stands_for_a_name():
     assert_views(read({"a": VIEW}), "a")
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_a_damaged_pickle_gives_tensors_or_a_conversion_error(data: st.DataObject):
     content = bytearray(dumps({"a": VIEW, "b": VIEW}))

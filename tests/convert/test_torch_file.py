@@ -108,7 +108,7 @@ def test_a_damaged_local_header_is_refused(tmp_path: Path):
         read(path)
 
 
-@settings(max_examples=examples(66), deadline=None)
+@settings(max_examples=examples(66))
 @given(st.data())
 def test_a_damaged_file_gives_tensors_or_a_conversion_error(data: st.DataObject):
     with tempfile.TemporaryDirectory() as directory:

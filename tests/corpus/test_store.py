@@ -131,6 +131,16 @@ def test_a_store_that_is_there_is_replaced_only_with_force(tmp_path: Path):
     assert texts_in(build_store(path, TEXTS, FIRST, force=True)) == TEXTS
 
 
+def test_force_replaces_no_other_file(tmp_path: Path):
+    path = tmp_path / "notes.txt"
+    path.write_text("mlxspec store build notes.txt\n")
+    with pytest.raises(FileError, match=r"notes\.txt: exists and is not an mlxspec store; name"):
+        build_store(path, TEXTS, FIRST, force=True)
+    assert path.read_text() == "mlxspec store build notes.txt\n"
+    path.write_text("")
+    assert texts_in(build_store(path, TEXTS, FIRST, force=True)) == TEXTS
+
+
 def test_force_replaces_no_directory(tmp_path: Path):
     (tmp_path / "directory").mkdir()
     with pytest.raises(FileError, match="is a directory, a link or a device; name a regular file"):

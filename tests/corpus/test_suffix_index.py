@@ -49,7 +49,7 @@ def newest_eight_per_size(text: Sequence[int]) -> list[tuple[int, int]]:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=120), st.integers(0, 120))
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 def test_finds_what_an_exhaustive_search_finds(text: list[int], prompt_length: int) -> None:
     index = SuffixIndex(text[:prompt_length])
     index.extend(text[prompt_length:])

@@ -142,7 +142,7 @@ def copied(cache: Any) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_the_caches_hold_the_context(kind: str) -> None:
-    @settings(max_examples=examples(60, long=1000), deadline=None)
+    @settings(max_examples=examples(60, long=1000))
     @given(ACTIONS)
     def check(actions: list[tuple[str, Any]]) -> None:
         checked = Checked(kind)

@@ -95,7 +95,7 @@ def test_any_trees_and_rejections_leave_output_and_cache_as_they_are(name: str) 
     options = {"capability": capability, "cache": kind.options, "max_tokens": LENGTH}
     branch = st.tuples(st.integers(0, 7), st.integers(0, 4))
 
-    @settings(max_examples=examples(4), deadline=None)
+    @settings(max_examples=examples(4))
     @given(
         prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=LONGEST_PROMPT),
         recipes=st.lists(st.lists(branch, max_size=3), max_size=12),

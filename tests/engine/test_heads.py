@@ -299,7 +299,7 @@ class Checked:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_happens_the_head_knows_the_context(kind: str) -> None:
-    @settings(max_examples=examples(12, long=300), deadline=None, derandomize=True)
+    @settings(max_examples=examples(12, long=300))
     @given(ACTIONS)
     def check(actions: list[tuple[str, Any]]) -> None:
         checked = Checked(kind)

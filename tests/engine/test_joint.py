@@ -135,7 +135,7 @@ def assert_wrote_what_it_writes_alone(member: Member) -> None:
 def test_whoever_joins_and_leaves_each_sequence_writes_what_it_writes_alone(name: str) -> None:
     model, joint = joint_model(name)
 
-    @settings(max_examples=examples(3, long=200), deadline=None)
+    @settings(max_examples=examples(3, long=200))
     @given(st.lists(PLANS, min_size=2, max_size=8))
     def check(plans: list[Plan]) -> None:
         members = [member_of(model, plan, ARCHITECTURES[name].capability) for plan in plans]

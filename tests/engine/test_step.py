@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
+from mlxspec.drafting.costs import StepTimes
 from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.capability import Capability, joint_mode
@@ -21,7 +22,6 @@ from mlxspec.engine.joint import Joint
 from mlxspec.engine.sampling import Chooser, SamplingParams
 from mlxspec.engine.step import Sequence, joint_step
 from mlxspec.engine.target import Target
-from mlxspec.generation.response import StepTimes
 from tests.support.drafters import HostileDrafter, Oracle
 from tests.support.harness import decode, new_target, plain, run
 

@@ -27,7 +27,7 @@ PROMPT = [5, 9, 2, 6, 1]
 def test_each_node_sees_the_cache_and_its_ancestors_at_the_right_positions(config: dict) -> None:
     model = random_model("llama", **config)
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(trees())
     def check(tree: DraftTree) -> None:
         tree = DraftTree(tuple(token % 64 for token in tree.tokens), tree.parents)

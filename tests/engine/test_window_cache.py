@@ -53,7 +53,7 @@ def test_what_a_row_should_see_is_what_mlx_lms_cache_holds(keep: int) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(50))
 @given(
     data=st.data(),
     size=st.integers(5, 20),

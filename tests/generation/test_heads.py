@@ -220,7 +220,7 @@ class Conversation:
         return responses[-1]
 
 
-@settings(max_examples=examples(3), deadline=None, derandomize=True)
+@settings(max_examples=examples(3))
 @given(st.lists(st.tuples(turns, st.sampled_from(["", "fork", "file"])), min_size=4, max_size=7))
 def check_conversation(kind: str, path: Path, happened: Sequence[Any]) -> None:
     talk, session = Conversation(kind), mlxspec.Session()

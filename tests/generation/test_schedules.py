@@ -296,7 +296,7 @@ def same(actual: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["one after another", "at once"])
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "deepseek_v32", "qwen3_next"])
-@settings(max_examples=examples(4, long=125), deadline=None, derandomize=True)
+@settings(max_examples=examples(4, long=125))
 @given(schedule=schedules)
 def test_each_step_of_a_schedule_gives_what_mlx_lm_gives(
     name: str, at_once: bool, schedule: list[tuple[int, Any]]

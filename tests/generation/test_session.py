@@ -81,7 +81,7 @@ def next_prompt(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=examples(3), deadline=None, derandomize=True)
+@settings(max_examples=examples(3))
 @given(st.lists(turns, min_size=4, max_size=8), st.sampled_from([16, 2048]))
 def test_whatever_happens_to_a_conversation_each_turn_is_as_on_a_fresh_cache(
     kind: str, conversation: list, prefill_step_size: int

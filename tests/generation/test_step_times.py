@@ -1,6 +1,6 @@
 """The wall time of steps by their number of rows."""
 
-from mlxspec.generation.response import StepTimes
+from mlxspec.drafting.costs import StepTimes
 from tests.support.threads import at_once
 
 

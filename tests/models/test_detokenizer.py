@@ -78,7 +78,7 @@ def test_segments_join_to_the_text_after_the_prompt(
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_any_tokens_join_to_the_text_after_the_prompt(data: st.DataObject) -> None:
     path = data.draw(st.sampled_from(list(SENTENCEPIECE.values())))
@@ -105,7 +105,7 @@ def test_a_character_of_several_tokens_comes_out_whole() -> None:
     ]
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(content=st.binary(max_size=12))
 @example(content=b"\xe6\x97")
 @example(content="日".encode() + b"\xff" + b"\xf0\x9f\x91")

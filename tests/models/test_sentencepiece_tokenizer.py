@@ -81,7 +81,7 @@ def test_runs_of_one_character_are_split_as_by_sentencepiece(model_path: Path) -
 
 
 @pytest.mark.parametrize("path", SENTENCEPIECE.values(), ids=SENTENCEPIECE.keys())
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_any_text_has_the_ids_of_sentencepiece(path: Path, data: st.DataObject) -> None:
     _, reference = built(path)
@@ -159,7 +159,7 @@ def with_control_pieces(
     return trained(tmp_path_factory.mktemp("control"), control_symbols=["[INST]", "[/INST]"])
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(text=st.text(st.sampled_from(string.printable + "é日👍▁"), max_size=30))
 def test_text_between_control_pieces_is_encoded_by_itself(
     with_control_pieces: Path, text: str
@@ -269,7 +269,7 @@ def test_every_setting_of_a_bpe_model_is_respected(tmp_path: Path, options: dict
         [*names, " ", "  ", "\n", "[INST]", "é", "漢", "😀", "a b", "<0x41>"]
     )
 
-    @settings(max_examples=examples(30), deadline=None)
+    @settings(max_examples=examples(30))
     @given(st.lists(st.one_of(fragments, fragments.map(lambda f: f.replace("▁", " "))), max_size=8))
     def check(parts: list[str]) -> None:
         text = "".join(parts)

@@ -223,7 +223,7 @@ def test_models_of_the_start_stay() -> None:
             await server.catalog.unload_idle()
             assert server.states()["first"] == "loaded"
             assert (await server.ask()).json()["model"] == "first"
-            for model, meant in (("claude-opus-5", "first"), ("hub/b", "hub/b")):
+            for model, meant in (("", "first"), ("claude-opus-5", "first"), ("hub/b", "hub/b")):
                 answer = await server.ask("/v1/messages", model=model)
                 assert answer.json()["model"] == meant
 

@@ -25,7 +25,7 @@ from mlxspec.server.served_model import CacheMemory, Need, ServedModel
 from mlxspec.server.worker import Worker
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
-from tests.support.demo import FLAT, demo, given_costs
+from tests.support.demo import FLAT, demo, given_costs, stand_in
 from tests.support.llamas import repetitive_llama
 from tests.support.serving import Running, running_server, served
 
@@ -39,6 +39,8 @@ def wide_decoder() -> mlxspec.AutoDecoder:
     sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 192)
     model = repetitive_llama(num_hidden_layers=6, **sizes)
     decoder = mlxspec.AutoDecoder(model, demo().tokenizer, memory_tokens=0)
+    for known in ("capability", "chain_capability", "joint_mode"):
+        setattr(decoder, known, getattr(stand_in(), known))
     decoder.costs = given_costs(FLAT)
     return decoder
 

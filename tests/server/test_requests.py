@@ -473,10 +473,11 @@ def test_messages_come_in_the_form_of_chat_templates() -> None:
                 },
                 {"role": "tool", "tool_call_id": "1", "content": "sunny"},
                 {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+                {"role": "assistant", "content": None, "refusal": "No."},
             ]
         }
     )
-    system, user, calls, tool, refusal = request.conversation
+    system, user, calls, tool, *refusals = request.conversation
     assert system == {"role": "system", "content": "Be brief."}
     assert user == {"role": "user", "content": "ab"}
     assert (calls["content"], calls["reasoning_content"]) == ("", "Hm.")
@@ -488,7 +489,7 @@ def test_messages_come_in_the_form_of_chat_templates() -> None:
     ]
     assert calls["tool_calls"][0]["id"] == "1"
     assert tool == {"role": "tool", "content": "sunny", "tool_call_id": "1"}
-    assert refusal["content"] == "No."
+    assert [refusal["content"] for refusal in refusals] == ["No.", "No."]
 
 
 def test_a_trailing_message_of_the_assistant_is_gone_on_with() -> None:

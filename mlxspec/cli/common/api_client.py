@@ -22,20 +22,22 @@ if TYPE_CHECKING:
     from ...generation.response import GenerationResponse
     from ...models.chat_template import Messages
 
-_SILENCE = 60.0  # seconds; mlxspec serve sends keep-alives sooner
+_SILENCE = 300.0  # seconds; a server sends keep-alives sooner, but none while it loads a model
 
 
 class ApiClient:
     """Sends requests to a server, with the API key from the environment if it is set.
 
     Args:
-        address: the server's URL, as the server prints it.
+        address: the server's URL, as the server prints it; ``http://`` may be left out.
 
     Attributes:
         address: the URL without a slash or ``/v1`` at the end.
     """
 
     def __init__(self, address: str) -> None:
+        if "://" not in address:
+            address = f"http://{address}"
         self.address = address.rstrip("/").removesuffix("/v1")
         # The server is on this machine or in its network, which a proxy may not reach.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -114,7 +116,7 @@ class RemoteModel:
     """A server's model, used for a chat.
 
     Args:
-        address: the server's URL, as the server prints it.
+        address: the server's URL, as the server prints it; ``http://`` may be left out.
         generation: which model to use.
         template_arguments: variables for the model's chat template.
 

@@ -62,7 +62,10 @@ _lookahead = partial(option_field, of="lookahead")
 
 
 def _number_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is neither a whole number nor auto") from None
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def note(message: object) -> None:
 
 def _write(line: str) -> None:
     with suppress(OSError):  # a full disk, for example: no reason to lose the answer
-        click.echo(line, err=True)
+        print(line, file=sys.stderr, flush=True)  # click would write past a progress bar
 
 
 def say(message: object) -> None:
@@ -77,8 +77,8 @@ def run_command(command: click.Command, name: str) -> None:
             context = getattr(error, "ctx", None)
             hint = f" ({context.command_path} --help)" if context else ""
             _fail(error.format_message().rstrip(".") + hint, error.exit_code)
-        except click.Abort:  # click has already printed a newline
-            _write("Interrupted.")
+        except click.Abort as error:  # click has printed a newline, but not after its own question
+            _write("Interrupted." if error.__cause__ else "\nInterrupted.")
             sys.exit(INTERRUPTED)
 
 

@@ -108,7 +108,7 @@ class ProgressBar(Progress):
             console=console,
             transient=True,
             redirect_stdout=False,
-            redirect_stderr=False,
+            redirect_stderr=True,  # so that notes appear above it
             disable=not console.is_interactive,
         )
         self._only = self.add_task(what, total=None)
@@ -139,7 +139,9 @@ def folding_table(heading: str, *others: str, caption: str | None = None) -> Tab
         others: the headings of the figures.
         caption: a text below the table.
     """
-    table = Table(box=SIMPLE, pad_edge=False, caption=caption, caption_justify="left")
+    table = Table(
+        box=SIMPLE, pad_edge=False, collapse_padding=True, caption=caption, caption_justify="left"
+    )
     table.add_column(heading, overflow="fold")
     for name in others:
         table.add_column(name, justify="right", overflow="fold")
@@ -341,7 +343,7 @@ class Figures:
         grid.add_column()
         grid.add_column(justify="right")
         for row in rows:
-            grid.add_row(*row)
+            grid.add_row(*filter(None, row))  # with a column of empty cells, others would wrap
         return Panel(Group(grid, *below), expand=False, border_style="dim", subtitle=subtitle)
 
 

@@ -47,7 +47,10 @@ def _json_object(text: str) -> Mapping[str, Any]:
 def token_ids(text: str) -> list[int]:
     """Parse token ids separated by commas or spaces."""
     words = text.replace(",", " ").split() or [text]  # so that an empty text is an error
-    return [int(word) for word in words]
+    try:
+        return [int(word) for word in words]
+    except ValueError:
+        raise click.BadParameter(f"{text!r}: write ids as 1,415,2936") from None
 
 
 _EXAMPLE = "'{\"enable_thinking\": false}'"
@@ -281,5 +284,5 @@ def _decode(data: bytes, source: str) -> str:
             f"{source} is not UTF-8 text (byte {error.start}): convert it to UTF-8"
         ) from error
     if not text.strip():
-        raise PromptError(f"{source} is empty: write a text, or give --prompt-ids with the BOS id")
+        raise PromptError(f"{source} is empty: write a text")
     return text

@@ -1,21 +1,9 @@
-"""What a type checker says of programs that use mlxspec."""
+"""A program that uses mlxspec as users do: `make lint` checks its types, and nothing runs it.
 
-from __future__ import annotations
+Each comment to ignore an error stands where a type checker must refuse a line. mypy reports it as
+unused if the line passes.
+"""
 
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-
-import mlxspec
-
-ROOT = Path(mlxspec.__file__).parent.parent
-
-# A line that ends with "# wrong" is to be refused, and no other.
-PROGRAM = """\
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Generator
@@ -42,91 +30,70 @@ from mlxspec import (
 
 Responses = Generator[GenerationResponse, None, None]
 ERRORS: list[type[MlxspecError]] = [
-    LoadError, FileError, OptionError, PromptError,
+    LoadError,
+    FileError,
+    OptionError,
+    PromptError,
 ]
+
 
 def told(done: int, total: int) -> None:
     logging.info("%d of %d", done, total)
+
 
 def ask(question: str, **options: Unpack[GenerationOptions]) -> str:
     messages = [{"role": "user", "content": question}]
     return "".join(r.text for r in decoder.stream(messages, **options))
 
+
 decoder = AutoDecoder("demo", memory_tokens=1000)
-AutoDecoder("demo", memory_token=1000)  # wrong
+AutoDecoder("demo", memory_token=1000)  # type: ignore[call-arg]
 AutoDecoder("demo", memory=Memory(10))
 ask("Hello?", temp=0.5, seed=1)
-ask("Hello?", tmep=0.5)  # wrong
+ask("Hello?", tmep=0.5)  # type: ignore[call-arg]
 
 assert_type(decoder.stream("text", 5, temp=0.5, session=Session(), on_progress=told), Responses)
 decoder.stream([1, 2], max_tokens=5, stop=["a"], chat_template_kwargs={"enable_thinking": False})
-decoder.stream("text", max_token=5)  # wrong
+decoder.stream("text", max_token=5)  # type: ignore[call-arg]
 decoder.stream("text", on_progress=print)
-decoder.stream("text", on_progress=lambda done: None)  # wrong
-decoder.stream("text", temp="warm")  # wrong
-decoder.stream(5)  # wrong
+decoder.stream("text", on_progress=lambda done: None)  # type: ignore[arg-type, misc]
+decoder.stream("text", temp="warm")  # type: ignore[arg-type]
+decoder.stream(5)  # type: ignore[arg-type]
 assert_type(decoder.generate("text", 5, color=False, top_p=0.9), GenerationResult)
-decoder.generate("text", 5, topp=0.9)  # wrong
+decoder.generate("text", 5, topp=0.9)  # type: ignore[call-arg]
 decoder.decode("text", mlxspec.PromptLookupDrafter(), temp=0.5)
-decoder.decode("text", mlxspec.PromptLookupDrafter(), tempt=0.5)  # wrong
+decoder.decode("text", mlxspec.PromptLookupDrafter(), tempt=0.5)  # type: ignore[call-arg]
 
 lookup = PromptLookupDecoder("demo")
 assert_type(lookup.stream("text", n_draft=5, seed=None), Responses)
-lookup.stream("text", ndraft=5)  # wrong
+lookup.stream("text", ndraft=5)  # type: ignore[call-arg]
 assert_type(lookup.prompt_lookup("text", 5, temp=0.5, top_k=3), GenerationResult)
-lookup.prompt_lookup("text", topk=3)  # wrong
+lookup.prompt_lookup("text", topk=3)  # type: ignore[call-arg]
 LookaheadDecoder("demo").lookahead("text", window_size=5, top_k=3)
-LookaheadDecoder("demo").lookahead("text", windowsize=5)  # wrong
+LookaheadDecoder("demo").lookahead("text", windowsize=5)  # type: ignore[call-arg]
 
 model, tokenizer = mlxspec.load("demo")
 assert_type(mlxspec.generate(model, tokenizer, "text", verbose=True, max_tokens=5, temp=1.0), str)
 mlxspec.generate(model, tokenizer, "text", draft_model=model, num_draft_tokens=3)
 mlxspec.generate(model, tokenizer, "text", prompt_progress_callback=told)
 assert_type(mlxspec.stream_generate(model, tokenizer, [1, 2], 5, seed=3), Responses)
-mlxspec.stream_generate(model, tokenizer, "text", prompt_progress_callback=3)  # wrong
-mlxspec.stream_generate(model, tokenizer, "text", sede=3)  # wrong
+mlxspec.stream_generate(model, tokenizer, "text", prompt_progress_callback=3)  # type: ignore[arg-type]
+mlxspec.stream_generate(model, tokenizer, "text", sede=3)  # type: ignore[call-arg]
 mlxspec.batch_generate(model, tokenizer, [[1, 2], [3]], max_tokens=[5, 6])
-mlxspec.batch_generate(model, tokenizer, [[1, 2]], temperature=1.0)  # wrong
+mlxspec.batch_generate(model, tokenizer, [[1, 2]], temperature=1.0)  # type: ignore[call-arg]
 
 for response in decoder.stream("text"):
     assert_type(response.text, str)
     assert_type(response.stats.acceptance_rate, float)
-    print(response.txt)  # wrong
-"""
+    print(response.txt)  # type: ignore[attr-defined]
 
-ASYNC = """
+
 async def main() -> None:
     stream = decoder.astream("text", 5, temp=0.5, n_draft=3)
     assert_type(stream, AsyncGenerator[GenerationResponse, None])
     async for response in stream:
         assert_type(response.text, str)
-    decoder.astream("text", tmep=0.5)  # wrong
+    decoder.astream("text", tmep=0.5)  # type: ignore[call-arg]
+
 
 asyncio.run(main())
-"""
-
-
-@pytest.mark.slow
-def test_a_strict_type_checker_refuses_what_is_wrong_and_nothing_else(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM + ASYNC)
-    lines = program.read_text().splitlines()
-    wrong = {number for number, line in enumerate(lines, start=1) if line.endswith("# wrong")}
-    options = ("--strict", "--follow-imports", "silent")
-    ours = ROOT / "pyproject.toml"  # by which the large libraries are skipped
-    checked = subprocess.run(
-        [sys.executable, "-m", "mypy", *options, "--config-file", str(ours), program.name],
-        cwd=tmp_path,
-        env={**os.environ, "MYPYPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert checked.stderr == ""
-    refused = {
-        int(number): line
-        for line in checked.stdout.splitlines()
-        for number in re.findall(r"^program\.py:(\d+): error", line)
-    }
-    assert {n: refused[n] for n in refused.keys() - wrong} == {}
-    assert {n: lines[n - 1] for n in wrong - refused.keys()} == {}
