@@ -69,7 +69,10 @@ def answer_prompts(
     """
     # Check everything that needs no model before one is loaded, or even downloaded.
     others = prompt.named()
-    others += ["--prompt-cache-file"] * (prompt_cache_file is not None) + ["--stats"] * stats
+    if prompt_cache_file is not None:
+        others.append("--prompt-cache-file")
+    if stats:
+        others.append("--stats")
     if others:
         raise OptionError(f"--prompts and {others[0]} are given together: choose one")
     keeps = not generation.drafting.no_memory

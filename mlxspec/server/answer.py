@@ -244,7 +244,10 @@ def _object_end(text: str, start: int, known: int) -> int | None:
         return None
     depth = 0
     for found in _STRING_OR_BRACKET.finditer(text, start):  # models do not always write valid JSON
-        depth += (found[0] in "{[") - (found[0] in "}]")
+        if found[0] in "{[":
+            depth += 1
+        elif found[0] in "}]":
+            depth -= 1
         if not depth:
             return found.end()
     return None

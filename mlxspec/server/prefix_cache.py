@@ -157,7 +157,7 @@ class PrefixCache:
         if entry and (moves or entry in (*self._idle, *self._lent.values())):
             session = entry.session if moves else entry.session.fork(length, room=len(tokens))
             self.hits += 1
-            self.forks += not moves
+            self.forks += 0 if moves else 1
         else:
             session, length = Session(), 0
             self.misses += 1
