@@ -102,7 +102,7 @@ def test_requests_for_twice_the_bound_are_all_answered_within_it() -> None:
     message, need = refused.json()["error"]["message"], model.memory.needs(PROMPT + 2000)
     assert f"{PROMPT} prompt tokens and 2000 answer tokens" in message
     assert f"need {(need.caches + need.forward >> 20) + 1:,} MiB" in message
-    assert f"has {memory.room >> 20} MiB" in message
+    assert f"leave {memory.room >> 20} MiB" in message
 
 
 def two() -> tuple[ServerMemory, ServedModel, ServedModel]:
