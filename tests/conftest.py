@@ -201,7 +201,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    for directory in (*OF_THE_USER, os.path.dirname(os.environ["TESTS_STARTUP_FILE"])):
+    for directory in OF_THE_USER:
         shutil.rmtree(directory, ignore_errors=True)
 
 
