@@ -174,7 +174,7 @@ def _progress(callback: Progress, done: int, total: int) -> None:
 
     In mlxspec, that token runs in the first step.
     """
-    callback(done + (done == total), total + 1)
+    callback(done + 1 if done == total else done, total + 1)
 
 
 class _KeptDecoder(AutoDecoder):

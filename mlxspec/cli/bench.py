@@ -196,7 +196,10 @@ def _report(
     with ProgressBar("Taking turns") as on_progress:
         on_progress(0.0)
         for prompt in measure(
-            *(loaded, tokenizer, backends, questions),
+            loaded,
+            tokenizer,
+            backends,
+            questions,
             max_tokens=asked.max_tokens,
             repeats=asked.repeats,
             sampling=sampling,
@@ -251,10 +254,8 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
 
     yield from map(one_line, _heading(report["model"], report["machine"]))
     decoders = report["decoders"]
-    table = folding_table(
-        *("category", "prompts", *decoders),
-        caption="tokens/s without prefill, and the speed relative to plain decoding",
-    )
+    caption = "tokens/s without prefill, and the speed relative to plain decoding"
+    table = folding_table("category", "prompts", *decoders, caption=caption)
     for category, entry in report["categories"].items():
         speeds = entry["decoders"].values()
         cells = (f"{of['tokens_per_second']:.1f}  {ratio(of['speedup'])}" for of in speeds)

@@ -116,9 +116,7 @@ class ServeOptions:
         "--port N", "The port; 0 for any free port.", default=8080, type=click.IntRange(0, 65535)
     )
     allowed_hosts: tuple[str, ...] = _address_option(
-        "--allowed-host NAME",
-        "Also answer requests to this host name; repeatable.",
-        multiple=True,
+        "--allowed-host NAME", "Also answer requests to this host name; repeatable.", multiple=True
     )
     api_key_file: Path | None = _address_option(  # noqa: RUF009
         "--api-key-file FILE",
@@ -130,10 +128,7 @@ class ServeOptions:
         default=False,
     )
     concurrency: int = _request_option(
-        "--concurrency N",
-        "Answer at most N requests per model at once.",
-        default=8,
-        type=COUNT,
+        "--concurrency N", "Answer at most N requests per model at once.", default=8, type=COUNT
     )
     queue: int = _request_option(
         "--queue N",
@@ -184,7 +179,7 @@ class ServeOptions:
     )
     log_json: bool = option_field(
         "--log-json",
-        "Print the lines for requests as JSON, to standard output.",
+        "Print request lines as JSON to standard output.",
         default=False,
         group="Output",
     )
@@ -260,9 +255,9 @@ def serve_command(
     connect with --host 0.0.0.0, which needs a key. Ctrl-C or SIGTERM gives running requests --grace
     seconds to end; press Ctrl-C again to end them at once.
     """
+    adapters = options.adapter_path
     named = Generation(
-        *(None, options.max_tokens, drafting, SamplingParams(), caches),
-        adapter_path=options.adapter_path,
+        None, options.max_tokens, drafting, SamplingParams(), caches, adapter_path=adapters
     )
     with leading() as leader:
         if leader and (options.available or options.keep_alive is not None or options.cache_dir):
@@ -299,9 +294,10 @@ def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
             memory=loader.memory,
         )
         entries = loader.entries()
-        found = loader.find, loader.save
         default = None if entries else default_model()
-        catalog = Catalog(worker, loader.load, entries, *found, default=default, log=log)
+        catalog = Catalog(
+            worker, loader.load, entries, loader.find, loader.save, default=default, log=log
+        )
         # SIGTERM acts like Ctrl-C.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         serving.callback(signal.signal, signal.SIGTERM, usual)
@@ -461,9 +457,11 @@ class _Loader:
                         note(f"{one_line(str(directory))} is left out: {files.trouble}")
                     continue
                 entries[name] = Entry(
+                    name,
                     # Absolute, since a relative path could name a Hub repository once the directory
                     # is gone.
-                    *(name, str(directory.absolute()), _other_names(name, str(directory))),
+                    str(directory.absolute()),
+                    _other_names(name, str(directory)),
                     nbytes=files.memory_bytes,
                     context_length=stated_context_length(read_config(directory)),
                     keep_alive=KEEP_ALIVE if seconds is None else seconds,
@@ -479,7 +477,8 @@ class _Loader:
         decoder = how.load(None, self.memories, self.leader, on_read)
         # To find these out, many forwards are run. Other models can answer meanwhile.
         _ = decoder.capability, decoder.joint_mode
-        most, owner = self.memory.most_cached, self.keys[0] if len(self.keys) == 1 else ""
+        owner = self.keys[0] if len(self.keys) == 1 else ""
+        most = self.memory.most_cached
         served = ServedModel(entry.name, decoder, how.caches, most, self.template, owner)
         if place := self._place(entry):
             most = self.memory.most_idle(served.memory.weights) // max(1, len(self.paths))
