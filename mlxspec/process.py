@@ -1,5 +1,6 @@
-"""Sets up the process (standard streams, BLAS, heap and environment variables), and ends it without
-stopping threads inside MLX.
+"""Sets up the process: standard streams, BLAS, heap and environment variables.
+
+It also ends the process, such that no thread is stopped inside MLX.
 """
 
 from __future__ import annotations
@@ -122,17 +123,18 @@ _other_threads = False
 """Whether a thread other than the main one has generated text."""
 
 _ending: tuple[int, float] | None = None
-"""While the process ends: the thread that ends it, and the time until which other threads are
-blocked.
+"""The thread that ends the process, and the time until which other threads are blocked.
+
+It is None before the process ends.
 """
 
 
 def hold_at_exit() -> None:
     """Block this thread if the process is ending; to be called before each step and each chunk.
 
-    Up to Python 3.13, a finalizing interpreter stops every other thread that requests its lock. MLX
-    cannot be stopped like that: the process would be aborted ("terminate called without an active
-    exception"). A blocked thread does not request the lock.
+    Up to Python 3.13, an interpreter that is ending stops every other thread that requests its
+    lock. If a thread in MLX is stopped like that, the process is aborted ("terminate called without
+    an active exception"). A blocked thread does not request the lock.
     """
     global _other_threads
     _other_threads |= threading.current_thread() is not threading.main_thread()

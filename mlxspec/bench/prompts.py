@@ -260,7 +260,7 @@ def read_completions(paths: Iterable[Path], tokenizer: Any, limit: int) -> list[
     """
     bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     if eos_id is None:
-        raise LoadError("the tokenizer has no EOS token to end answers with: name another one")
+        raise LoadError("the tokenizer has no EOS token to end answers with: name another model")
     # Some models have no BOS token. Which token comes first does not change the drafts.
     bos_id = eos_id if bos_id is None else bos_id
     encode = partial(tokenizer.encode, add_special_tokens=False)

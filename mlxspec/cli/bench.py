@@ -88,7 +88,7 @@ class BenchOptions:
         "--repeats N", "Runs of each decoder on each prompt.", default=3, type=COUNT
     )
     temp: float = _measurement(
-        "--temp T", "Temperature; 0 is greedy. Above it, mlx-lm is left out.", default=0.0
+        "--temp T", "Temperature; 0 is greedy. Above 0, mlx-lm is left out.", default=0.0
     )
     seed: int = _measurement("--seed N", "The same seed gives the same outputs.", default=0)
     mlx_settings: str | None = _measurement(
@@ -144,7 +144,7 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
         backends |= backends_with(load_drafter(asked.drafter))
     check_one(head=asked.head, no_head=asked.no_head)
     if asked.head is not None and AUTO not in backends:
-        raise OptionError("--head is for --decoder auto: add it")
+        raise OptionError("--head is for --decoder auto: add auto to --decoder")
     sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
     prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
     questions = limited(prompts or bundled_prompts(), asked.limit)

@@ -123,7 +123,7 @@ class CachedPrompt:
             if asked != own and absolute_name(asked) != absolute_name(own):
                 made = one_line(own[:_LONGEST_NAME]) or "none"
                 option = f"--{key.replace('_', '-')}"
-                raise FileError(f"{file} was made with {option} {made}: give the same")
+                raise FileError(f"{file} was made with {option} {made}: give the same here")
 
     def continued(
         self, prompt: str | list[int], options: PromptOptions, decoder: Decoder

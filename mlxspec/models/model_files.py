@@ -126,8 +126,8 @@ _DOWNLOAD_PROBLEMS = {
     "RepositoryNotFoundError": "no such directory or public repository (a private one needs "
     "`hf auth login`)",
     "RevisionNotFoundError": "the repository has no such revision",
-    "LocalEntryNotFoundError": "not on this machine, and the Hub cannot be reached; check name and "
-    "network",
+    "LocalEntryNotFoundError": "not on this machine, and the Hub cannot be reached; check the name "
+    "and the network",
 }
 
 _USE_MLX = (

@@ -100,7 +100,7 @@ def test_a_quantised_file_goes_on_quantised(tmp_path: Path) -> None:
     [
         (
             ("--model", "owner/other"),
-            "was made with --model .*demo.*: give the same",
+            "was made with --model .*demo.*: give the same here",
         ),
         (("--prompt-cache-file", "nowhere.safetensors"), "no such file; make it with"),
     ],
@@ -174,7 +174,8 @@ def test_the_model_that_a_file_names_is_not_loaded_unasked(tmp_path: Path, model
     file = made_by(model, tmp_path / "c.safetensors")
     result = run(generate_command, "--prompt-cache-file", file, "--prompt", END)
     assert result.exit_code == 1
-    assert re.fullmatch(r"Error: .+ was made with --model .{1,200}: give the same\n", result.stderr)
+    told = r"Error: .+ was made with --model .{1,200}: give the same here\n"
+    assert re.fullmatch(told, result.stderr)
     assert "\x1b" not in result.stderr
 
 

@@ -503,7 +503,7 @@ def test_a_tokenizer_that_is_gone_is_one_line_that_says_what_helps(finite: Path,
         result = memory(*command)
         assert result.exit_code == 1
         assert result.stderr.startswith(f"Error: {gone}: no such directory")
-        assert "name a copy of it with --model" in result.stderr
+        assert "name a copy of this tokenizer with --model" in result.stderr
         assert result.stderr.count("\n") == 1
     assert json.loads(said("export", "--model", finite))["messages"][0]["content"].split()
     assert said("forget", "--matching", "one", "--yes", "--model", finite).endswith("1 answer.\n")
