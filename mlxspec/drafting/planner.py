@@ -683,7 +683,7 @@ class _Step:
 
         Args:
             nodes: the nodes to choose from.
-            head_time: what heads would have to take for it first, in plain steps.
+            head_time: the time, in plain steps, of the heads that would have to run first.
         """
         policies = self._policies
         # A sequence that has just joined does not know whether a forward was dispatched.
