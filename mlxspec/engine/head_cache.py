@@ -95,7 +95,12 @@ class HeadCache:
         return [mx.array(self._positions), *(one[:, :, :count] for one in held_arrays(self.caches))]
 
     def resume(self, saved: Sequence[mx.array], length: int) -> None:
-        """Continue after ``length`` positions, with a file's arrays unless another head made them."""
+        """Continue after ``length`` positions.
+
+        Args:
+            saved: the arrays of a file; they are ignored if another head made them.
+            length: the number of positions that the target's caches hold.
+        """
         self._seen = length
         if not saved:
             return

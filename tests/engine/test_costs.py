@@ -67,7 +67,7 @@ def no_note_of_a_busy_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "reason"), [(BUSY, "scatter too much"), (TIMES[:2], "no time for steps over 2")]
+    ("times", "reason"), [(BUSY, "scatter too much"), (TIMES[:2], "no time for steps of 2")]
 )
 def test_a_busy_measurement_is_told_not_kept_and_made_again(
     llama: nn.Module,
