@@ -251,8 +251,7 @@ def planned(memory_tokens: int = 0, other: Callable[[], Drafter] | None = None) 
         def new(output: Sequence[int]) -> Drafter:
             if memory:
                 memory.settle()  # so that all outputs so far can be found
-            extra = other() if other else None
-            sources = Auto(memory).sources(classes, experience, extra)
+            sources = Auto(memory).sources(classes, experience, other() if other else None)
             costs, branching = FixedCosts(curve), trees_pay(curve)
             return Planner(costs, sources, branching=branching, experience=experience)
 

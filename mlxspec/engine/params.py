@@ -360,11 +360,9 @@ def _check(params: SamplingParams | CacheOptions) -> None:
         least, most = _LEAST.get(name, 0), _MOST.get(name, _MAX)
         if not issubclass(type(value), needed):
             wanted = noun
-        elif kind not in ("int", "float"):
-            continue
         elif name in _CHOICES and value not in _CHOICES[name]:
             wanted = f"one of {', '.join(map(str, _CHOICES[name]))}"
-        elif least <= value <= most:
+        elif kind not in ("int", "float") or least <= value <= most:
             continue
         elif most < _MAX:
             wanted = f"a value between {least} and {most}"

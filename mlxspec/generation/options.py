@@ -113,8 +113,7 @@ def stop_token_ids(
         OptionError: one of ``extra`` is not a single token of the model.
     """
     ids = set(tokenizer.eos_token_ids)
-    several = isinstance(extra, Iterable) and not isinstance(extra, str)
-    for token in cast(Iterable[int | str], extra) if several else (extra,):
+    for token in [extra] if isinstance(extra, str) or not isinstance(extra, Iterable) else extra:
         token_id: Any = token
         if isinstance(token, str):
             token_id = tokenizer.get_vocab().get(token)
