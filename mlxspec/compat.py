@@ -173,7 +173,7 @@ def _progress(callback: Progress, done: int, total: int) -> None:
     """Report progress as mlx-lm does, which counts the prompt's last token as part of the prompt.
     Here it runs in the first step.
     """
-    callback(done + (done == total), total + 1)
+    callback(done + 1 if done == total else done, total + 1)
 
 
 class _KeptDecoder(AutoDecoder):

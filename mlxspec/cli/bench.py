@@ -195,7 +195,10 @@ def _report(
     with ProgressBar("Taking turns") as on_progress:
         on_progress(0.0)
         for prompt in measure(
-            *(loaded, tokenizer, backends, questions),
+            loaded,
+            tokenizer,
+            backends,
+            questions,
             max_tokens=asked.max_tokens,
             repeats=asked.repeats,
             sampling=sampling,
@@ -250,10 +253,8 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
 
     yield from map(one_line, _heading(report["model"], report["machine"]))
     decoders = report["decoders"]
-    table = folding_table(
-        *("category", "prompts", *decoders),
-        caption="tokens/s without prefill, and the ratio to plain decoding, turn by turn",
-    )
+    caption = "tokens/s without prefill, and the ratio to plain decoding, turn by turn"
+    table = folding_table("category", "prompts", *decoders, caption=caption)
     for category, entry in report["categories"].items():
         speeds = entry["decoders"].values()
         cells = (f"{of['tokens_per_second']:.1f}  {ratio(of['speedup'])}" for of in speeds)

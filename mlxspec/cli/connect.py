@@ -179,7 +179,8 @@ def connect_command(
         _show(console, setup)
     elif setup["files"]:
         try:
-            texts = [(file, old := file.read(), file.merged(old)) for file in setup["files"]]
+            read = [(file, file.read()) for file in setup["files"]]
+            texts = [(file, old, file.merged(old)) for file, old in read]
         except FileError:  # the file cannot be changed, such as JSON with comments
             _show(console, setup)
             raise

@@ -57,12 +57,7 @@ _output = partial(option, group="Output")
     "Answer each line of FILE, several at a time: see below; - reads standard input.",
     type=NAME,
 )
-@_model(
-    "--concurrency N",
-    "With --prompts: answer N at once.",
-    default=8,
-    type=COUNT,
-)
+@_model("--concurrency N", "With --prompts: answer N at once.", default=8, type=COUNT)
 @_model("--max-tokens N", "Generate at most N tokens.", default=250, type=COUNT)
 @generation_options()
 @_output("-q --quiet", "Show only the text: no figures, progress or notes.")

@@ -251,7 +251,8 @@ def forget_command(
         raise OptionError("choose what to forget: give --all, or --since, --matching or both")
     from ..drafting.learned import experience_files
 
-    first, tokenizer = 0.0 if since is None else _time(since), _tokenizer_of(model)
+    first = 0.0 if since is None else _time(since)
+    tokenizer = _tokenizer_of(model)
     found: list[tuple[KeptAnswers, list[int]]] = []
     for kept in _kept(tokenizer):
         chosen = [one for one in kept.read() if first <= one[2]]

@@ -92,8 +92,8 @@ def _tables(models: list[dict[str, Any]], memory: int, default: str) -> Iterator
     table = folding_table("model", "weights", "memory", "fits")
     usable = [one for one in models if one["usable"]]
     for one in usable:
-        fits, takes = "yes" if one["fits"] else "no", decimal(one["memory_bytes"] or 0)
-        table.add_row(one_line(one["name"]), one_line(one["weights"] or ""), takes, fits)
+        weights, takes = one_line(one["weights"] or ""), decimal(one["memory_bytes"] or 0)
+        table.add_row(one_line(one["name"]), weights, takes, "yes" if one["fits"] else "no")
     yield table
     yield f"MLX may use {decimal(memory)} here; the default model is {one_line(default)}"
     for one in models:

@@ -69,7 +69,10 @@ def answer_prompts(
     """
     # Check everything that needs no model before one is loaded, or even downloaded.
     others = prompt.named()
-    others += ["--prompt-cache-file"] * (prompt_cache_file is not None) + ["--stats"] * stats
+    if prompt_cache_file is not None:
+        others.append("--prompt-cache-file")
+    if stats:
+        others.append("--stats")
     if others:
         raise OptionError(f"--prompts and {others[0]} are given together: choose one")
     keeps = not generation.drafting.no_memory
@@ -216,11 +219,7 @@ class PromptAnswers:
         options = {name: asked[name] for name in _OPTIONS & asked.keys()}
         most = checked_max_tokens(options.pop("max_tokens", self.generation.max_tokens))
         request, as_shown = replace(self.generation, max_tokens=most).request(
-            self.decoder,
-            tokens,
-            templated=templated,
-            begun=self.prompt.prefill_response,
-            **options,
+            self.decoder, tokens, templated=templated, begun=self.prompt.prefill_response, **options
         )
         result = GenerationResult(logprobs=None if self.logprobs is None else [])
         request.receive = lambda response: result.add(as_shown(response), self.logprobs or 0)

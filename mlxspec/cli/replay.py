@@ -57,10 +57,7 @@ class ReplayOptions:
         "--curve FILE", "A cost curve written by 'mlxspec calibrate --json'."
     )
     limit: int = option_field(
-        "--limit N",
-        "At most N conversations per category, evenly spaced.",
-        default=240,
-        type=COUNT,
+        "--limit N", "At most N conversations per category, evenly spaced.", default=240, type=COUNT
     )
     drafter: str | None = option_field(
         DRAFTER, "Also replay your own drafter class, alone and with auto."
@@ -133,9 +130,9 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     tokenizer = load_tokenizer_of(asked.tokenizer)
     completions = read_completions(traces, tokenizer, asked.limit)
     curves = {name: chip.curve for name, chip in chips.items()}
-    work = completions, vocabulary_classes(tokenizer), policies, curves, asked.concurrency
+    classes, n = vocabulary_classes(tokenizer), asked.concurrency
     with ProgressBar("Replaying") as on_progress:
-        comparison = compare(*work, on_progress)
+        comparison = compare(completions, classes, policies, curves, n, on_progress)
     entries = [
         {"chip": chip, "estimated_rows": [*chips[chip].estimated], "decoder": name, **report}
         for chip, reports in comparison.items()

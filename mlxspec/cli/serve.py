@@ -116,9 +116,7 @@ class ServeOptions:
         "--port N", "The port; 0 takes a free one.", default=8080, type=click.IntRange(0, 65535)
     )
     allowed_hosts: tuple[str, ...] = _address_option(
-        "--allowed-host NAME",
-        "Also answer requests to this host name; repeatable.",
-        multiple=True,
+        "--allowed-host NAME", "Also answer requests to this host name; repeatable.", multiple=True
     )
     api_key_file: Path | None = _address_option(  # noqa: RUF009
         "--api-key-file FILE",
@@ -130,10 +128,7 @@ class ServeOptions:
         default=False,
     )
     concurrency: int = _request_option(
-        "--concurrency N",
-        "Generate for N requests per model at once.",
-        default=8,
-        type=COUNT,
+        "--concurrency N", "Generate for N requests per model at once.", default=8, type=COUNT
     )
     queue: int = _request_option(
         "--queue N",
@@ -181,10 +176,7 @@ class ServeOptions:
         "-q --quiet", "Do not print a line for each request.", default=False, group="Output"
     )
     log_json: bool = option_field(
-        "--log-json",
-        "Print these lines as JSON to standard output.",
-        default=False,
-        group="Output",
+        "--log-json", "Print these lines as JSON to standard output.", default=False, group="Output"
     )
 
 
@@ -258,9 +250,9 @@ def serve_command(
     connect with --host 0.0.0.0, which needs a key. Ctrl-C or SIGTERM gives running requests --grace
     seconds to end; press Ctrl-C again to end them at once.
     """
+    adapters = options.adapter_path
     named = Generation(
-        *(None, options.max_tokens, drafting, SamplingParams(), caches),
-        adapter_path=options.adapter_path,
+        None, options.max_tokens, drafting, SamplingParams(), caches, adapter_path=adapters
     )
     with leading() as leader:
         if leader and (options.available or options.keep_alive is not None or options.cache_dir):
@@ -297,9 +289,10 @@ def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
             memory=loader.memory,
         )
         entries = loader.entries()
-        found = loader.find, loader.save
         default = None if entries else default_model()
-        catalog = Catalog(worker, loader.load, entries, *found, default=default, log=log)
+        catalog = Catalog(
+            worker, loader.load, entries, loader.find, loader.save, default=default, log=log
+        )
         # SIGTERM acts like Ctrl-C.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         serving.callback(signal.signal, signal.SIGTERM, usual)
@@ -459,9 +452,11 @@ class _Loader:
                         note(f"{one_line(str(directory))} is left out: {files.trouble}")
                     continue
                 entries[name] = Entry(
+                    name,
                     # Absolute, since a relative path could name a Hub repository once the directory
                     # is gone.
-                    *(name, str(directory.absolute()), _other_names(name, str(directory))),
+                    str(directory.absolute()),
+                    _other_names(name, str(directory)),
                     nbytes=files.memory_bytes,
                     context_length=stated_context_length(read_config(directory)),
                     keep_alive=KEEP_ALIVE if seconds is None else seconds,
@@ -477,7 +472,8 @@ class _Loader:
         decoder = how.load(None, self.memories, self.leader, on_read)
         # These run many forwards, which may overlap with those of other models.
         _ = decoder.capability, decoder.joint_mode
-        most, owner = self.memory.most_cached, self.keys[0] if len(self.keys) == 1 else ""
+        owner = self.keys[0] if len(self.keys) == 1 else ""
+        most = self.memory.most_cached
         served = ServedModel(entry.name, decoder, how.caches, most, self.template, owner)
         if place := self._place(entry):
             most = self.memory.most_idle(served.memory.weights) // max(1, len(self.paths))

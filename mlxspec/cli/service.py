@@ -127,7 +127,7 @@ def _answers(address: str) -> str:
 def logs_command(follow: bool) -> None:
     """Show the last 100 lines that the service printed."""
     system, _ = _installed()
-    subprocess.run([*system.reader, *["-f"] * follow])
+    subprocess.run([*system.reader, "-f"] if follow else system.reader)
 
 
 @service_command.command("uninstall")

@@ -140,7 +140,7 @@ class EngineThread:
             self._commands.get()()
 
     def _turn(self) -> bool:
-        """Run a turn of each engine with requests; return whether there is more to do."""
+        """Run a turn of each engine with requests; return whether any took part."""
         if self.ending:
             return False
         engines = [engine for engine in self.engines.values() if engine.has_requests]
@@ -185,9 +185,7 @@ each.
 
 
 async def astream(
-    decoder: LoadedModel,
-    new_request: Callable[..., Request],
-    options: GenerationOptions,
+    decoder: LoadedModel, new_request: Callable[..., Request], options: GenerationOptions
 ) -> AsyncGenerator[GenerationResponse, None]:
     """The generator that :meth:`mlxspec.Decoder.astream` returns.
 

@@ -16,8 +16,9 @@ from ..drafting.drafter import VerifiedStep
 from ..engine.joint import JointMode
 from ..engine.step import Batch, Sequence
 from ..errors import OptionError
+from ..process import hold_at_exit
 from .loaded import LoadedModel
-from .request import Request, State, hold_at_exit
+from .request import Request, State
 from .response import GenerationResponse
 
 # Prompt tokens. Smaller chunks barely shorten a stall, and larger ones are no faster.
@@ -36,8 +37,9 @@ class Engine:
 
     Args:
         decoder: the model and its tokenizer.
-        max_active: the most requests that run at once, not counting paused ones. Others wait. With
-            1, each has its own forwards.
+        max_active: the most active requests, that is, running and not paused. Others wait to start,
+            but a paused request that resumes becomes active at once, even beyond this number. With
+            1, each request has its own forwards.
         stall: how many seconds decoding requests may wait for others' prompts between two steps.
             The speed of earlier chunks decides the size of the next one, except for prompts whose
             result depends on their chunks (see the decoder's ``chunks_matter``). Use ``math.inf``
@@ -104,8 +106,7 @@ class Engine:
     @property
     def room(self) -> int:
         """How many more requests could start now."""
-        taking_part = sum(request.state is not State.PAUSED for request in self._running)
-        return self._max_active - taking_part - len(self._waiting)
+        return self._max_active - len(self._active()) - len(self._waiting)
 
     def run(self) -> None:
         """Take turns until all requests have ended."""
@@ -126,23 +127,29 @@ class Engine:
             hurried: whether something else waits for the end of the turn, as decoding requests do.
 
         Returns:
-            whether requests that are not paused have anything left to do.
+            whether any request took part. If none did, the next turn has nothing to do either,
+            unless a request is added or resumed, or room is made.
         """
+        self.start_waiting()
+        took_part = bool(self._active())
         for _ in self.parts_of_turn(hurried):
             pass
-        going_on = self._in(State.PREFILL) or self._in(State.DECODE)
-        return bool(going_on) or self._next() is not None
+        return took_part
 
-    def parts_of_turn(self, hurried: bool = False) -> Iterator[None]:
-        """Like :meth:`turn`, but yield after each response except a request's last."""
+    def start_waiting(self) -> None:
+        """Start waiting requests while fewer than ``max_active`` are active."""
         hold_at_exit()
-        while request := self._next():
+        while len(self._active()) < self._max_active and (request := self.admit_next()):
             self._running.append(request)  # first, so that an interrupt does not lose it
             self._waiting.remove(request)
             try:
                 request.start()
             except Exception as error:
                 self._end(request, error)
+
+    def parts_of_turn(self, hurried: bool = False) -> Iterator[None]:
+        """A turn of the running requests; yields after each response except a request's last."""
+        hold_at_exit()
         self._prefill(hurried)
         if decoding := self._in(State.DECODE):
             yield from self._step(decoding)
@@ -152,19 +159,21 @@ class Engine:
         for request in dict.fromkeys([*self._waiting, *self._running]):
             self._end(request, error)
 
-    def next_waiting(self) -> Request | None:
-        """The waiting request that starts next if there is room."""
+    def admit_next(self) -> Request | None:
+        """Choose the waiting request that starts now; None if none may."""
         return self._waiting[0] if self._waiting else None
 
-    def _next(self) -> Request | None:
-        return self.next_waiting() if self.room + len(self._waiting) > 0 else None
+    def _active(self) -> list[Request]:
+        """The running requests that are not paused."""
+        return [request for request in self._running if request.state is not State.PAUSED]
 
     def _in(self, state: State) -> list[Request]:
         return [request for request in self._running if request.state is state]
 
     def _prefill(self, hurried: bool) -> None:
         """Run chunks of prompts, at least one, for as long as decoding requests may wait."""
-        self._deadline, started = math.inf, time.perf_counter()
+        started = time.perf_counter()
+        self._deadline = math.inf
         while prefilling := self._in(State.PREFILL):
             if (hurried or self._in(State.DECODE)) and self._deadline == math.inf:
                 self._deadline = time.perf_counter() + self.stall
@@ -198,7 +207,8 @@ class Engine:
         assert sequence is not None
         if request.prefill is None:
             request.prefill = sequence.begin_in_chunks(self._chunk)
-        started, before, done = time.perf_counter(), request.prefilled - request.n_cached, 0
+        before, done = request.prefilled - request.n_cached, 0
+        started = time.perf_counter()
         try:
             for done, total in request.prefill:
                 request.on_progress(done, total)
@@ -251,7 +261,8 @@ class Engine:
         last: GenerationResponse | None = None,
     ) -> None:
         """Close a request in any state, and only then pass on its last response."""
-        request.state, request.error = State.DONE, request.error or error
+        request.state = State.DONE
+        request.error = request.error or error
         try:
             with ExitStack() as ending:  # runs every callback, even if one fails
                 ending.callback(self._forget, request)
@@ -266,7 +277,8 @@ class Engine:
             if last:
                 request.receive(last)
         except Exception as failure:  # the response was not received
-            request.error, request.finish_reason = request.error or failure, None
+            request.error = request.error or failure
+            request.finish_reason = None
         request.at_end()
 
     def _forget(self, request: Request) -> None:
@@ -294,6 +306,7 @@ def responses(request: Request) -> Generator[GenerationResponse, None, None]:
     engine.add(request)
     try:
         with engine.running():
+            engine.start_waiting()
             while not request.done:
                 for _ in engine.parts_of_turn():
                     yield received.pop()

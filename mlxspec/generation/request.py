@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import atexit
 import logging
-import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from enum import StrEnum
-from traceback import walk_stack
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
@@ -24,6 +21,7 @@ from ..engine.prompt_cache import CacheLease
 from ..engine.sampling import Chooser
 from ..engine.target import Capability, Target, target_for
 from ..errors import OptionError
+from ..process import hold_at_exit, hold_other_threads
 from .loaded import LoadedModel
 from .options import (
     GenerationOptions,
@@ -352,65 +350,21 @@ class Request:
                     ending.callback(self.sequence.close)
         finally:
             if self.sequence and self.stats.steps:
-                stats, generated = self.stats, self.generated
                 _log.debug(
                     "generation ended (%s): %d prompt tokens, %d of them cached; %d tokens in %d "
                     "steps, %.1f a second; %d of %d drafted tokens accepted",
-                    *(self.output.finish_reason or "left", len(self.prompt), self.n_cached),
-                    *(generated, stats.steps, self._generation_tps(generated)),
-                    *(stats.accepted, stats.drafted),
+                    self.output.finish_reason or "left",
+                    len(self.prompt),
+                    self.n_cached,
+                    self.generated,
+                    self.stats.steps,
+                    self._generation_tps(self.generated),
+                    self.stats.accepted,
+                    self.stats.drafted,
                 )
             # A finished request must not keep caches and index alive.
             self.lease = self.sequence = self.prefill = None
 
 
-_PATIENCE = 10.0  # seconds; a step, or a chunk of a prompt, takes less
-_THREADS_END = 0.05  # seconds for a thread to end, or to return from its consumer
-
-_other_threads = False
-"""Whether a thread other than the main one has generated."""
-
-_ending: tuple[int, float] | None = None
-"""While the process ends: the thread that ends it, and the time until which other threads are
-blocked.
-"""
-
-
-def hold_at_exit() -> None:
-    """Block this thread if the process is ending; called before each step and chunk.
-
-    Up to Python 3.13, a finalizing interpreter stops every other thread that requests its lock. MLX
-    cannot be stopped like that: the process would be aborted ("terminate called without an active
-    exception"). A blocked thread does not request the lock.
-    """
-    global _other_threads
-    _other_threads |= threading.current_thread() is not threading.main_thread()
-    if _ending and _ending[0] != threading.get_ident():
-        # Not for ever: the ending program may join this thread.
-        threading.Event().wait(max(0.0, _ending[1] - time.monotonic()))
-
-
-@atexit.register
-def _hold_threads() -> None:
-    """Wait until no other thread generates."""
-    global _ending
-    _ending = threading.get_ident(), time.monotonic() + _PATIENCE
-    while _others_generate() and time.monotonic() < _ending[1]:
-        time.sleep(0.001)
-    if _other_threads:
-        time.sleep(_THREADS_END)  # releases the interpreter's lock
-
-
-_ROOMS = "mlxspec.compat", "mlxspec.engine.", "mlxspec.generation."
-
-
-def _others_generate() -> bool:
-    """Whether another thread is in code that may run the model, and is not blocked."""
-    tops = sys._current_frames()
-    del tops[threading.get_ident()]
-    stacks = ([frame for frame, _ in walk_stack(top)] for top in tops.values())
-    return any(
-        any(frame.f_globals.get("__name__", "").startswith(_ROOMS) for frame in stack)
-        and all(frame.f_code is not hold_at_exit.__code__ for frame in stack)
-        for stack in stacks
-    )
+# At this place, so that it runs before the handlers of the modules that are imported above.
+atexit.register(hold_other_threads)

@@ -244,7 +244,10 @@ def _object_end(text: str, start: int, known: int) -> int | None:
         return None
     depth = 0
     for found in _STRING_OR_BRACKET.finditer(text, start):  # models do not always write valid JSON
-        depth += (found[0] in "{[") - (found[0] in "}]")
+        if found[0] in "{[":
+            depth += 1
+        elif found[0] in "}]":
+            depth -= 1
         if not depth:
             return found.end()
     return None
@@ -330,7 +333,8 @@ class Choice:
 
     def read(self, pieces: Sequence[Piece], end: Ended | None) -> list[TextRun]:
         """Read tokens, and the end if it has come; return the runs that they add."""
-        self._runs, parser = [], self._parser
+        parser = self._parser
+        self._runs = []
         for piece in pieces:
             if self.finished:
                 break
@@ -339,7 +343,8 @@ class Choice:
                 self._silent.append(piece)
             for delta in parser.feed(piece.text) if parser else [Part("text", piece.text)]:
                 self._add(delta, piece.accepted)
-            self.reasoning_tokens += reasoned or (parser is not None and parser.reasoning)
+            if reasoned or (parser and parser.reasoning):
+                self.reasoning_tokens += 1
         if end and parser:
             for delta in parser.finish(end.finish_reason == "length" or end.stop is not None):
                 self._add(delta, False)

@@ -89,11 +89,7 @@ def create_app(
     return Starlette(
         routes=[guarded],
         lifespan=catalog.watching,
-        exception_handlers={
-            ApiError: refused,
-            HTTPException: refused,
-            Exception: _server_error,
-        },
+        exception_handlers={ApiError: refused, HTTPException: refused, Exception: _server_error},
     )
 
 
@@ -385,7 +381,10 @@ class Endpoints:
                 "sampling": body.sampling(choice, served.special_tokens),
             }
             return ServedRequest(
-                *(served, tokens, max_tokens, options),
+                served,
+                tokens,
+                max_tokens,
+                options,
                 prediction=prediction,
                 top_logprobs=body.top,
                 partition=partition,

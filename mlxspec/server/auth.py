@@ -36,10 +36,7 @@ class AuthMiddleware:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        hosts: Collection[str] | None = None,
-        keys: Sequence[str] = (),
+        self, app: ASGIApp, hosts: Collection[str] | None = None, keys: Sequence[str] = ()
     ) -> None:
         self._app = app
         self._hosts = None if hosts is None else {host.lower() for host in hosts}

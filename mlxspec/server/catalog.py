@@ -280,7 +280,8 @@ class Catalog:
         except Exception as error:
             failure = self._failed(entry, error)
         finally:
-            entry.loading, entry.state = None, "loaded" if entry.served else "not-loaded"
+            entry.loading = None
+            entry.state = "loaded" if entry.served else "not-loaded"
         # Outside the except block, so that the exception does not keep the loaded parts alive.
         await self._in_thread(self._give_up, entry)
         return failure
@@ -380,7 +381,8 @@ class Catalog:
         self.worker.call(self.worker.open, served).result()
         entry.nbytes = entry.nbytes or served.memory.weights
         entry.context_length = entry.context_length or served.context_length
-        entry.used, entry.served, entry.state = self.clock(), served, "loaded"
+        entry.used = self.clock()
+        entry.served, entry.state = served, "loaded"
         if gc.get_freeze_count():
             gc.freeze()  # as at the start of the server
 

@@ -134,8 +134,8 @@ class ServerMemory:
         Args:
             served: the model.
             n_prompt: the number of tokens of the prompt.
-            body: the request.
-            default: the number if the request has none.
+            body: the body of the request.
+            default: the number if the body has none.
 
         Raises:
             ApiError: 400, prompt and answer exceed the context; 413, their caches would not fit

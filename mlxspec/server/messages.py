@@ -191,15 +191,15 @@ class MessagesAnswer(ApiAnswer):
     ``cache_creation_input_tokens`` is always 0, since caching is free here.
 
     Args:
-        request: the client's request.
+        body: the body of the request.
         model: the model's real name, which the answer shows.
         format: the format of the model's output.
     """
 
-    def __init__(self, request: MessagesBody, model: str, format: OutputFormat | None) -> None:
+    def __init__(self, body: MessagesBody, model: str, format: OutputFormat | None) -> None:
         super().__init__([Choice(0, format)])
         self.headers = messages_headers(model)
-        self._request = request
+        self._body = body
         self._message: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -254,7 +254,7 @@ class MessagesAnswer(ApiAnswer):
         stop = end.stop if reason == "end_turn" else None
         if stop is not None:
             reason = "stop_sequence"
-        elif reason == "max_tokens" and end.completion_tokens < (self._request.max_tokens or 0):
+        elif reason == "max_tokens" and end.completion_tokens < (self._body.max_tokens or 0):
             reason = "model_context_window_exceeded"
         usage = _usage(end, end.completion_tokens, choice.reasoning_tokens)
         return {"stop_reason": reason, "stop_sequence": stop, "usage": usage}

@@ -161,11 +161,11 @@ class ChatAnswer(ApiAnswer):
     Reasoning is sent as ``reasoning_content``. Log-probabilities are sent for the text only.
 
     Args:
-        request: the client's request.
+        body: the body of the request.
         model: the model's name in the answer.
         tokenizer: the model's tokenizer.
         format: the format of the model's output; None for text without markers.
-        n_prompts: the number of prompts, each with the request's ``n`` choices.
+        n_prompts: the number of prompts, each with ``n`` choices.
     """
 
     end = "data: [DONE]\n\n"
@@ -173,14 +173,14 @@ class ChatAnswer(ApiAnswer):
 
     def __init__(
         self,
-        request: ApiBody,
+        body: ApiBody,
         model: str,
         tokenizer: TokenizerWrapper,
         format: OutputFormat | None,
         n_prompts: int = 1,
     ) -> None:
-        super().__init__([Choice(index, format) for index in range(n_prompts * request.n)])
-        self._request = request
+        super().__init__([Choice(index, format) for index in range(n_prompts * body.n)])
+        self._body = body
         self._tokenizer = tokenizer
         self._head = {
             "id": f"{self._prefix}-{uuid.uuid4().hex}",
@@ -197,7 +197,7 @@ class ChatAnswer(ApiAnswer):
         return [chunk for choice in self.choices for chunk in self._begin_choice(choice)]
 
     def close(self) -> list[dict[str, Any]]:
-        if not self._request.stream_options.include_usage:
+        if not self._body.stream_options.include_usage:
             return []
         return [self._envelope(self._chunk_object, [], self.usage())]
 
@@ -208,7 +208,7 @@ class ChatAnswer(ApiAnswer):
     def usage(self) -> dict[str, Any]:
         """The token counts of the ended choices; a prompt with ``n`` choices counts once."""
         ends = [choice.end for choice in self.choices if choice.end]
-        n = self._request.n
+        n = self._body.n
         prompts = [list(group) for _, group in groupby(ends, key=lambda end: end.index // n)]
         prompt_tokens = sum(group[0].prompt_tokens for group in prompts)
         completion_tokens = sum(end.completion_tokens for end in ends)
@@ -233,7 +233,7 @@ class ChatAnswer(ApiAnswer):
     ) -> dict[str, Any]:
         """A chunk for one choice, with its drafts if they were requested."""
         content = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
-        if self._request.mlxspec.drafts and drafts:
+        if self._body.mlxspec.drafts and drafts:
             content["mlxspec"] = {"drafts": drafts}
         return self._envelope(self._chunk_object, [content], None)
 
@@ -241,7 +241,7 @@ class ChatAnswer(ApiAnswer):
         self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None
     ) -> dict[str, Any]:
         envelope = {**self._head, "object": kind, "choices": choices}
-        if usage or self._request.stream_options.include_usage:
+        if usage or self._body.stream_options.include_usage:
             envelope["usage"] = usage
         return envelope
 
@@ -288,7 +288,7 @@ class ChatAnswer(ApiAnswer):
         }
 
     def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
-        if self._request.top is None:
+        if self._body.top is None:
             return None
         return {"content": chat_logprobs(self._tokenizer, pieces), "refusal": None}
 
@@ -303,16 +303,16 @@ class CompletionAnswer(ChatAnswer):
 
     _prefix, _object, _chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, request: CompletionBody, model: str, tokenizer: TokenizerWrapper) -> None:
-        super().__init__(request, model, tokenizer, None, len(request.prompt))
+    def __init__(self, body: CompletionBody, model: str, tokenizer: TokenizerWrapper) -> None:
+        super().__init__(body, model, tokenizer, None, len(body.prompt))
         self._echoes = [
             prompt if isinstance(prompt, str) else detokenized(tokenizer, prompt)
-            for prompt in request.prompt
-            if request.echo
+            for prompt in body.prompt
+            if body.echo
         ]
 
     def _echo(self, choice: Choice) -> str:
-        return self._echoes[choice.index // self._request.n] if self._echoes else ""
+        return self._echoes[choice.index // self._body.n] if self._echoes else ""
 
     def _begin_choice(self, choice: Choice) -> list[dict[str, Any]]:
         echo = self._echo(choice)
@@ -322,7 +322,7 @@ class CompletionAnswer(ChatAnswer):
         chunks = []
         for run in runs:  # there is at most one
             offset = len(self._echo(choice)) + len(run.part.text) - len(run.text)
-            logprobs = completion_logprobs(self._tokenizer, run.pieces, offset, self._request.top)
+            logprobs = completion_logprobs(self._tokenizer, run.pieces, offset, self._body.top)
             if run.text or logprobs:
                 fields = {"text": run.text, "logprobs": logprobs}
                 chunks.append(self._chunk(choice, fields, run.drafts))
@@ -331,7 +331,7 @@ class CompletionAnswer(ChatAnswer):
         return chunks
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-        echo, top = self._echo(choice), self._request.top
+        echo, top = self._echo(choice), self._body.top
         logprobs = completion_logprobs(self._tokenizer, choice.pieces, len(echo), top)
         return {
             "index": choice.index,

@@ -157,7 +157,7 @@ class PrefixCache:
         if entry and (moves or entry in (*self._idle, *self._lent.values())):
             session = entry.session if moves else entry.session.fork(length, room=len(tokens))
             self.hits += 1
-            self.forks += not moves
+            self.forks += 0 if moves else 1
         else:
             session, length = Session(), 0
             self.misses += 1
@@ -295,7 +295,8 @@ class PrefixCache:
     def _touch(self, entry: _Entry) -> None:
         """Make an idle entry the most recently used."""
         self._idle.pop(entry, None)
-        self._idle[entry], entry.used = None, next(_uses)
+        self._idle[entry] = None
+        entry.used = next(_uses)
 
     @cached_property
     def _cuttable(self) -> bool:
@@ -354,7 +355,8 @@ class PrefixCache:
         """
         if not directory.is_dir() or not self._trusts(directory):
             return
-        left, entries = self.max_bytes if most is None else most, list[_Entry]()
+        left = self.max_bytes if most is None else most
+        entries: list[_Entry] = []
         for path in sorted(directory.glob(_FILES), key=lambda one: -one.lstat().st_mtime):
             if (entry := self._read(path)) and entry.nbytes <= left:
                 left -= entry.nbytes

@@ -1,4 +1,4 @@
-"""Turns requests into token ids: chat templates, texts, and fill-in-the-middle."""
+"""Turns request bodies into token ids: chat templates, texts, and fill-in-the-middle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..engine.grammar import token_of
 from ..engine.params import ONE_LINE, Constraint, Phases
 from ..errors import OptionError, PromptError
-from ..generation.options import in_answer, leaves_reasoning_open
+from ..generation.chat_answer import in_answer, leaves_reasoning_open
 from ..models.chat_template import apply_template, reserved_arguments
 from ..models.model import encode_prompt
 from ..models.tokenizer import detokenizer_of
@@ -43,7 +43,7 @@ class Prompt:
 
 
 def chat_prompt(
-    request: ApiBody,
+    body: ApiBody,
     tokenizer: TokenizerWrapper,
     longest: int | None = None,
     arguments: Mapping[str, Any] | None = None,
@@ -51,10 +51,10 @@ def chat_prompt(
     """Apply the model's chat template to a conversation.
 
     Args:
-        request: the request with the conversation.
+        body: the body with the conversation.
         tokenizer: the model's tokenizer.
         longest: the model's context length in tokens; None if unknown.
-        arguments: default arguments of the template, overridden by the request's.
+        arguments: default arguments of the template, overridden by the body's.
 
     Raises:
         ApiError: the template rejects the messages, the rendered text is too long, the model does
@@ -62,19 +62,19 @@ def chat_prompt(
     """
     if not tokenizer.has_chat_template:
         raise ApiError("This model has no chat template: use /v1/completions.", param="model")
-    if request.tools_shown and (reason := why_no_tools(tokenizer)):
+    if body.tools_shown and (reason := why_no_tools(tokenizer)):
         raise ApiError(
             f"This model does not support tools, since {reason}: leave tools out.", param="tools"
         )
-    text = _templated(request, tokenizer, arguments or {})
+    text = _templated(body, tokenizer, arguments or {})
     initial = tokenizer.response_initial_state or "normal"
-    if _is_reasoning(request, tokenizer, text):
+    if _is_reasoning(body, tokenizer, text):
         initial = "reasoning"
     # In a continued text, any space was written by the model.
     puts_space = bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
-    trims_space = puts_space and not request.continued
-    if request.demands_call:
-        known = request.forced_tool is None or parser_name(tokenizer) in _FORMATS
+    trims_space = puts_space and not body.continued
+    if body.demands_call:
+        known = body.forced_tool is None or parser_name(tokenizer) in _FORMATS
         if tokenizer.response_initial_state or not known:
             raise ApiError(
                 'tool_choice: this model cannot be forced to call that function; send "auto".',
@@ -86,17 +86,17 @@ def chat_prompt(
         initial, trims_space = "tool", False
     format = OutputFormat(
         tokenizer,
-        request.tools_shown,
+        body.tools_shown,
         initial=initial,
-        several_calls=request.parallel_tool_calls,
+        several_calls=body.parallel_tool_calls,
         trims_space=trims_space,
     )
     try:
-        constraint = _answer_phases(request, format, tokenizer)
+        constraint = _answer_phases(body, format, tokenizer)
     except OptionError as error:
-        param = request.constrained_by or "tools"
+        param = body.constrained_by or "tools"
         raise ApiError(f"{param}: {error}.", param=param) from error
-    tokens = text_ids(text, request.param, tokenizer, longest)
+    tokens = text_ids(text, body.param, tokenizer, longest)
     return Prompt(tokens, constraint=constraint, format=format)
 
 
@@ -142,9 +142,9 @@ def check_length(text: str, param: str, longest: int | None) -> None:
         )
 
 
-def _templated(request: ApiBody, tokenizer: TokenizerWrapper, arguments: Mapping[str, Any]) -> str:
+def _templated(body: ApiBody, tokenizer: TokenizerWrapper, arguments: Mapping[str, Any]) -> str:
     own = _RESERVED.union(tokenizer.SPECIAL_TOKENS_ATTRIBUTES, tokenizer.special_tokens_map)
-    for name in request.template_kwargs:
+    for name in body.template_kwargs:
         if name in own:
             raise ApiError(
                 f"chat_template_kwargs sets {name}, which only the server may set: leave it out.",
@@ -152,28 +152,28 @@ def _templated(request: ApiBody, tokenizer: TokenizerWrapper, arguments: Mapping
             )
     how = {
         **arguments,
-        **request.template_kwargs,
-        "tools": list(request.tools_shown) or None,
-        "add_generation_prompt": not request.continued,
-        "continue_final_message": request.continued,
+        **body.template_kwargs,
+        "tools": list(body.tools_shown) or None,
+        "add_generation_prompt": not body.continued,
+        "continue_final_message": body.continued,
         "tokenize": False,
     }
     try:
-        return cast(str, apply_template(tokenizer, list(request.conversation), **how))
+        return cast(str, apply_template(tokenizer, list(body.conversation), **how))
     except PromptError as error:
         raise ApiError(
             f"{error}: send messages with roles, and in an order, that this model accepts.",
-            param=request.param,
+            param=body.param,
         ) from error
 
 
 _RESERVED = reserved_arguments()
 
 
-def _is_reasoning(request: ApiBody, tokenizer: TokenizerWrapper, text: str) -> bool:
+def _is_reasoning(body: ApiBody, tokenizer: TokenizerWrapper, text: str) -> bool:
     """Whether the answer begins inside reasoning."""
-    if request.continued:
-        return leaves_reasoning_open(request.conversation[-1]["content"], tokenizer)
+    if body.continued:
+        return leaves_reasoning_open(body.conversation[-1]["content"], tokenizer)
     return tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
 
 
@@ -186,7 +186,7 @@ def _is_strict(tool: dict[str, Any]) -> bool:
 
 
 def _answer_phases(
-    request: ApiBody, format: OutputFormat, tokenizer: TokenizerWrapper
+    body: ApiBody, format: OutputFormat, tokenizer: TokenizerWrapper
 ) -> Constraint | Phases | None:
     """The constraint of a chat's answer.
 
@@ -194,22 +194,22 @@ def _answer_phases(
         OptionError: tools and constraint cannot be combined, or the model's reasoning has no end
             that a constraint could follow.
     """
-    constrains = request.demands_call or any(map(_is_strict, request.tools_shown))
-    calls = _calls_constraint(request, tokenizer) if constrains else None
-    if request.demands_call:  # the prompt ends with a call's marker
+    constrains = body.demands_call or any(map(_is_strict, body.tools_shown))
+    calls = _calls_constraint(body, tokenizer) if constrains else None
+    if body.demands_call:  # the prompt ends with a call's marker
         return calls
-    call_start = token_of(tokenizer, tokenizer.tool_call_start) if request.tools_shown else None
-    if request.tools_shown and call_start is None:
-        if request.constraint:
+    call_start = token_of(tokenizer, tokenizer.tool_call_start) if body.tools_shown else None
+    if body.tools_shown and call_start is None:
+        if body.constraint:
             raise OptionError(
                 "cannot be combined with tools, since this model's tool calls do not begin with a "
                 "single token: leave one out"
             )
         return None
-    if not request.constraint and not calls:
+    if not body.constraint and not calls:
         return None
     return in_answer(
-        request.constraint,
+        body.constraint,
         tokenizer,
         reasons=format.initial == "reasoning",
         trims_space=format.trims_space,
@@ -222,7 +222,7 @@ _FORMATS = ("json_tools", "mistral", "qwen3_coder")
 """mlx-lm's names of the call formats that a grammar describes."""
 
 
-def _calls_constraint(request: ApiBody, tokenizer: TokenizerWrapper) -> Constraint | None:
+def _calls_constraint(body: ApiBody, tokenizer: TokenizerWrapper) -> Constraint | None:
     """The constraint of the output after a call's marker; None if the format is unknown.
 
     If a call is demanded or its tool is strict, its arguments match the tool's schema. Otherwise
@@ -231,8 +231,8 @@ def _calls_constraint(request: ApiBody, tokenizer: TokenizerWrapper) -> Constrai
     parser, has_args = parser_name(tokenizer), "[ARGS]" in tokenizer.get_vocab()
     start = _literal(tokenizer, tokenizer.tool_call_start)
     end = _literal(tokenizer, tokenizer.tool_call_end)
-    forced = request.forced_tool
-    tools = [tool for tool in request.tools_shown if forced in (None, tool["function"]["name"])]
+    forced = body.forced_tool
+    tools = [tool for tool in body.tools_shown if forced in (None, tool["function"]["name"])]
     names = [tool["function"]["name"] for tool in tools]
     heads = [_quoted(f'{{"name": {json.dumps(name)}, "arguments": ') for name in names]
     tail, arguments, shared = ' "}"', _json_arguments, list[str]()
@@ -251,10 +251,10 @@ def _calls_constraint(request: ApiBody, tokenizer: TokenizerWrapper) -> Constrai
         separator = f'{after} {_SPACE} {start} "\\n"'
     else:
         return None
-    more = f" ({separator} call)*" if request.parallel_tool_calls and not forced else ""
+    more = f" ({separator} call)*" if body.parallel_tool_calls and not forced else ""
     calls = [f"{head} args_{number}{tail}" for number, head in enumerate(heads)]
     rules = [f"start: {before}call{more}{after}", f"call: {' | '.join(calls)}"]
-    demanded = request.demands_call
+    demanded = body.demands_call
     for number, tool in enumerate(tools):
         rules += arguments(f"args_{number}", _arguments_schema(tool, demanded))
     return Constraint("lark", "\n".join([*rules, *shared]))
@@ -324,12 +324,12 @@ def _quoted(text: str) -> str:
 
 
 def completion_prompts(
-    request: CompletionBody, tokenizer: TokenizerWrapper, longest: int | None = None
+    body: CompletionBody, tokenizer: TokenizerWrapper, longest: int | None = None
 ) -> list[Prompt]:
     """The prompts of a completion request, in order.
 
     Args:
-        request: the request, with texts or token ids, and perhaps a suffix.
+        body: the body, with texts or token ids, and perhaps a suffix.
         tokenizer: the model's tokenizer.
         longest: the model's context length in tokens; None if unknown.
 
@@ -338,16 +338,16 @@ def completion_prompts(
             middle.
     """
     prompts = []
-    for prompt in request.prompt:
+    for prompt in body.prompt:
         if isinstance(prompt, str):
-            check_length(prompt + request.suffix, request.param, longest)
+            check_length(prompt + body.suffix, body.param, longest)
         ends: tuple[int, ...] = ()
-        if request.suffix:
+        if body.suffix:
             text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
-            tokens, ends = _fill_in(text, request.suffix, tokenizer)
+            tokens, ends = _fill_in(text, body.suffix, tokenizer)
         else:
             tokens = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else prompt
-        prompts.append(Prompt(tokens, ends, request.constraint))
+        prompts.append(Prompt(tokens, ends, body.constraint))
     return prompts
 
 

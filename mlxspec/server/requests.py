@@ -273,7 +273,7 @@ def _constraints(body: Body, prefix: str = "") -> Iterator[tuple[str, Constraint
             yield from _constraints(value, f"{path}.")
 
 
-# --- requests ---
+# --- request bodies ---
 
 
 def _without_empty(value: object) -> object:
@@ -284,17 +284,24 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
 
 
-class Options(Body):
-    """The nested option objects of all APIs; :class:`OutputOptions` for those with a format."""
-
+class _StreamOptions(Body):
     include_usage: bool = False
-    drafts: bool = False
-    effort: Effort | None = None
+
+
+class _Prediction(Body):
     content: Text = ""
 
 
-class OutputOptions(Options):
-    """The options of an answer's text, as two of the APIs nest them."""
+class _OwnOptions(Body):
+    drafts: bool = False
+
+
+class _Reasoning(Body):
+    effort: Effort | None = None
+
+
+class OutputOptions(_Reasoning):
+    """The options of an answer, as two of the APIs nest them."""
 
     format: Format = None
 
@@ -303,7 +310,7 @@ Stops = Annotated[Items[Annotated[str, Field(min_length=1, max_length=1000)]], F
 
 
 class ApiBody(SamplingBody):
-    """A request for the answer to a conversation, or for completions of texts.
+    """The body of a request for the answer to a conversation, or for completions of texts.
 
     It has the fields that the APIs share. ``/v1/messages`` has other names for some of them, and
     refuses others.
@@ -327,12 +334,12 @@ class ApiBody(SamplingBody):
     ] = []
     stop_token_ids: Annotated[Items[TokenId], Field(max_length=1024)] = []
     stream: bool = False
-    stream_options: Options = Options()
-    prediction: Options = Options()
-    mlxspec: Options = Options()
+    stream_options: _StreamOptions = _StreamOptions()
+    prediction: _Prediction = _Prediction()
+    mlxspec: _OwnOptions = _OwnOptions()
     chat_template_kwargs: dict[str, Any] = {}
     enable_thinking: bool | None = None
-    reasoning: Options = Options()
+    reasoning: _Reasoning = _Reasoning()
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
     parallel_tool_calls: bool = True
@@ -424,8 +431,10 @@ class ApiBody(SamplingBody):
     @property
     def continued(self) -> bool:
         """Whether the answer continues the last message, a message of the assistant."""
-        last, asked = self.conversation[-1], self.continues and self.continue_final_message
-        return asked and last["role"] == "assistant" and "tool_calls" not in last
+        if not (self.continues and self.continue_final_message):
+            return False
+        last = self.conversation[-1]
+        return last["role"] == "assistant" and "tool_calls" not in last
 
     @property
     def template_kwargs(self) -> dict[str, Any]:

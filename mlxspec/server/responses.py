@@ -217,7 +217,7 @@ class ResponsesBody(ApiBody):
         return "function", next(iter(names), unknown)
 
     def repeated(self) -> dict[str, Any]:
-        """The request's fields that the response repeats, with the values used."""
+        """The body's fields that the response repeats, with the values used."""
         tools = self.sent.get("tools") or ()
         return {
             **{name: getattr(self, name) for name in _REPEATED},
@@ -395,7 +395,7 @@ class ResponsesAnswer(ApiAnswer):
     Log-probabilities are sent for the text only.
 
     Args:
-        request: the client's request.
+        body: the body of the request.
         model: the model's name in the answer.
         tokenizer: the model's tokenizer.
         format: the format of the model's output.
@@ -404,14 +404,14 @@ class ResponsesAnswer(ApiAnswer):
 
     def __init__(
         self,
-        request: ResponsesBody,
+        body: ResponsesBody,
         model: str,
         tokenizer: TokenizerWrapper,
         format: OutputFormat | None,
         keep: Callable[[dict[str, Any], Sequence[dict[str, Any]]], None],
     ) -> None:
         super().__init__([Choice(0, format)])
-        self._request = request
+        self._body = body
         self._keep = keep
         self._tokenizer = tokenizer
         self._sent = 0
@@ -426,7 +426,7 @@ class ResponsesAnswer(ApiAnswer):
             "model": model,
             "output": [],
             "usage": None,
-            **request.repeated(),
+            **body.repeated(),
         }
 
     def begin(self) -> list[dict[str, Any]]:
@@ -449,8 +449,8 @@ class ResponsesAnswer(ApiAnswer):
         return [event for run in runs for event in self._events_of(run)]
 
     def close(self) -> list[dict[str, Any]]:
-        if self._request.store:
-            self._keep(self._response, self._request.items)
+        if self._body.store:
+            self._keep(self._response, self._body.items)
         return [self._lifecycle(self._response["status"])]
 
     def whole(self) -> dict[str, Any]:
@@ -487,8 +487,10 @@ class ResponsesAnswer(ApiAnswer):
 
     def _events_of(self, run: TextRun) -> Iterator[dict[str, Any]]:
         """The events for a run of an item's text; an item has at most one content part."""
-        position, text, kind = run.position, run.text, self._kind_of(run.part)
-        empty, name = replace(run.part, text="", pieces=[]), _ITEMS[kind][1]
+        position, text = run.position, run.text
+        kind = self._kind_of(run.part)
+        name = _ITEMS[kind][1]
+        empty = replace(run.part, text="", pieces=[])
         item = self._item(position, empty, "in_progress")
         has_content = "content" in item
         place = {"item_id": item["id"], "output_index": position}
@@ -516,7 +518,7 @@ class ResponsesAnswer(ApiAnswer):
 
     def _kind_of(self, part: Part) -> str:
         """The kind of a part; "custom" for the call of a custom tool."""
-        tool = self._request.known_tools.get(part.name)
+        tool = self._body.known_tools.get(part.name)
         return "custom" if tool and tool.type == "custom" else part.kind
 
     def _item(self, position: int, part: Part, status: str) -> dict[str, Any]:
@@ -526,7 +528,7 @@ class ResponsesAnswer(ApiAnswer):
         item = {"id": f"{prefix}_{number}_{position}", "status": status, **fields}
         if "content" in item:
             return item | {"content": [self._content(part)] if status != "in_progress" else []}
-        tool = self._request.known_tools.get(part.name)
+        tool = self._body.known_tools.get(part.name)
         name, namespace = (tool.name, tool.namespace) if tool else (part.name, None)
         item |= without_nulls({"call_id": part.id, "name": name, "namespace": namespace})
         custom = {"input": _whole_input(part.text)}

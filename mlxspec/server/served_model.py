@@ -180,7 +180,8 @@ class ServedModel:
     """The decoders of other partitions, the least recently used first."""
 
     def __post_init__(self) -> None:
-        decoder, draft_model = self.decoder, getattr(self.decoder.drafting, "draft_model", None)
+        decoder = self.decoder
+        draft_model = getattr(decoder.drafting, "draft_model", None)
         self.memory = CacheMemory(decoder.model, self.caches, draft_model)
         self.cache = PrefixCache(
             decoder.model, self.most_cached, self.caches, decoder.chunks_matter

@@ -143,13 +143,9 @@ class ServedRequest(Request):
         top_logprobs: int | None = None,
         partition: str = "",
     ) -> None:
-        decoder = served.decoder
         given = cast(GenerationOptions, {**vars(served.caches), **options})
-        super().__init__(
-            *(decoder, prompt, max_tokens, given),
-            partial(served.make_drafter, prediction, partition),
-            self._send,
-        )
+        make_drafter = partial(served.make_drafter, prediction, partition)
+        super().__init__(served.decoder, prompt, max_tokens, given, make_drafter, self._send)
         self.at_end = self._end
         self.number = next(_numbers)
         self.served = served
@@ -207,10 +203,15 @@ class ServedRequest(Request):
         if self.error is not None and self.finish_reason is None:
             self.stream.worker.end_of(self, _failure(self.error, self.decoder))
         else:
-            stop = self.output.stop_string if self.finish_reason else None
-            ended = Ended(  # "stop" if it was cancelled without an error
-                *(self.index, self.finish_reason or "stop", len(self.prompt), self.n_cached),
-                *(self.generated, self.stats.drafted, self.stats.accepted, stop),
+            ended = Ended(
+                self.index,
+                self.finish_reason or "stop",  # if it was cancelled without an error
+                len(self.prompt),
+                self.n_cached,
+                self.generated,
+                self.stats.drafted,
+                self.stats.accepted,
+                self.output.stop_string if self.finish_reason else None,
             )
             self.stream.worker.end_of(self, ended)
         try:
@@ -273,7 +274,8 @@ class EventStream(RequestStream):
                 yield [event for event in batch if not isinstance(event, ApiError)]
                 if isinstance(batch[-1], ApiError):
                     raise batch[-1]
-                left -= isinstance(batch[-1], Ended)
+                if isinstance(batch[-1], Ended):
+                    left -= 1
                 count = sum(isinstance(one, Piece) for one in batch)
                 self._tell(request, Engine.has_read, count)
         finally:
@@ -318,8 +320,8 @@ class ModelQueue(Engine):
         self.served = served
         self._worker = worker
 
-    def next_waiting(self) -> Request | None:
-        """The next waiting request, if it fits into memory beside those that run.
+    def admit_next(self) -> Request | None:
+        """Choose the waiting request that starts now, if it fits into memory beside those that run.
 
         A request is skipped while another computes a prefix of its prompt, which it will then find
         in the cache. A request that no longer fits even alone, since other programs have taken
@@ -327,11 +329,11 @@ class ModelQueue(Engine):
         """
         memory = self._worker.memory
         for request in cast(list[ServedRequest], [*self._waiting]):
-            if not self._worker.admits(request):
+            if not self._worker.admit(request):
                 if memory.reserved or memory.ever_fits(request.need):
                     return None
-                sizes = len(request.prompt), request.max_tokens, request.need
-                self.cancel(request, memory.refusal(*sizes))
+                refusal = memory.refusal(len(request.prompt), request.max_tokens, request.need)
+                self.cancel(request, refusal)
             elif not self.served.cache.should_wait(request.prompt, request.partition):
                 return request
         return None
@@ -475,8 +477,14 @@ class Worker(EngineThread):
         self.memory.remove(served)
         self._first = None  # a reference would keep the model in memory
 
-    def admits(self, request: ServedRequest) -> bool:
-        """Whether a request may start: it fits, and no earlier request waits for memory."""
+    def admit(self, request: ServedRequest) -> bool:
+        """Let a request start if it fits and no earlier request waits for memory.
+
+        If it does not fit, later requests wait for it.
+
+        Returns:
+            whether it may start.
+        """
         first = self._first
         if first and first.state is State.WAITING and first.number < request.number:
             return False

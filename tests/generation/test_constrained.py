@@ -26,8 +26,8 @@ from mlxspec.engine.capability import Capability
 from mlxspec.engine.compiling import tried
 from mlxspec.engine.grammar import Vocabulary
 from mlxspec.engine.sampling import Chooser
+from mlxspec.generation.chat_answer import leaves_reasoning_open
 from mlxspec.generation.engine import Engine
-from mlxspec.generation.options import leaves_reasoning_open
 from tests.support.demo import FLAT, AnyDecoder, demo, demo_decoder, given_costs
 from tests.support.drafters import HostileDrafter
 from tests.support.engines import submit

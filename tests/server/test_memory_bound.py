@@ -102,7 +102,7 @@ def test_requests_for_twice_the_bound_are_all_answered_within_it() -> None:
     message, need = refused.json()["error"]["message"], model.memory.needs(PROMPT + 2000)
     assert f"{PROMPT} prompt tokens and 2000 answer tokens" in message
     assert f"need {(need.caches + need.forward >> 20) + 1:,} MiB" in message
-    assert f"has {memory.room >> 20} MiB" in message
+    assert f"leave {memory.room >> 20} MiB" in message
 
 
 def two() -> tuple[ServerMemory, ServedModel, ServedModel]:
@@ -223,14 +223,14 @@ def test_a_request_that_waits_is_not_overtaken_by_smaller_ones_of_another_model(
             self.number, self.need = number, first.memory.needs(tokens)
 
     small, large, later = Waiting(1, 40), Waiting(2, 300), Waiting(3, 40)
-    assert worker.admits(small)  # type: ignore[arg-type]
+    assert worker.admit(small)  # type: ignore[arg-type]
     # The forwards of two equal models are measured, and differ a little.
     memory.reserve(small, Need(memory.room - later.need.caches - memory._forward(later.need)))
     assert memory.fits(later.need)
-    assert not worker.admits(large)  # type: ignore[arg-type]
-    assert not worker.admits(later)  # type: ignore[arg-type]
+    assert not worker.admit(large)  # type: ignore[arg-type]
+    assert not worker.admit(later)  # type: ignore[arg-type]
     large.state = State.DONE
-    assert worker.admits(later)  # type: ignore[arg-type]
+    assert worker.admit(later)  # type: ignore[arg-type]
 
 
 def test_rows_that_wait_for_a_head_count() -> None:

@@ -408,7 +408,7 @@ KEYS = (
 
 def help_text() -> str:
     """The list of commands and keys."""
-    rows = *((spelling, about) for spelling, (about, _) in COMMANDS.items()), *KEYS
+    rows = [(spelling, about) for spelling, (about, _) in COMMANDS.items()] + list(KEYS)
     width = max(len(name) for name, _ in rows) + 2
     return "\n".join(f"{name:{width}}{text}" for name, text in rows)
 

@@ -242,8 +242,9 @@ class MarkdownPrinter:
             # A line that is still growing may turn out to belong to the block before it.
             lines = self._text.split("\n")
             blocks = _markdown("\n".join(lines[:-1])).parsed  # paragraphs, lists, …
-            *_, begin = 0, *(block.map[0] for block in blocks if block.map and not block.level)
-            self._print_block("\n".join(lines[:begin]), rest="\n".join(lines[begin:]))
+            starts = [block.map[0] for block in blocks if block.map and not block.level]
+            last = starts[-1] if starts else 0
+            self._print_block("\n".join(lines[:last]), rest="\n".join(lines[last:]))
 
     def finish(self) -> None:
         """Write the rest of the answer."""

@@ -96,10 +96,7 @@ class DraftingOptions:
         type=MODEL,
     )
     num_draft_tokens: int = option_field(
-        "--num-draft-tokens N",
-        "Draft at most N tokens with --draft-model.",
-        default=2,
-        type=COUNT,
+        "--num-draft-tokens N", "Draft at most N tokens with --draft-model.", default=2, type=COUNT
     )
     head: str | None = _auto(*HEAD, type=MODEL)
     no_head: bool = option_field(*NO_HEAD, default=False)
@@ -338,7 +335,7 @@ class Generation:
         """
         from ...engine.caches import cached_length
         from ...engine.model_sizes import context_length
-        from ...generation.options import ends_in_reasoning, in_answer, leaves_reasoning_open
+        from ...generation.chat_answer import ends_in_reasoning, in_answer, leaves_reasoning_open
         from ...models.tokenizer import detokenizer_of
 
         options: Any = {**self.options(decoder), **more}

@@ -98,11 +98,7 @@ class ProgressBar(Progress):
     """
 
     def __init__(
-        self,
-        what: str,
-        *figures: ProgressColumn,
-        console: Console | None = None,
-        least: float = 0,
+        self, what: str, *figures: ProgressColumn, console: Console | None = None, least: float = 0
     ) -> None:
         console = console or error_console()
         super().__init__(
@@ -211,10 +207,7 @@ class ReportOptions:
             check_writable(self.html)
 
     def show_tables(
-        self,
-        figures: dict[str, Any],
-        tables: Iterable[RenderableType],
-        color: bool | None = None,
+        self, figures: dict[str, Any], tables: Iterable[RenderableType], color: bool | None = None
     ) -> None:
         """Show a report as JSON or as tables, and write it as a page if requested.
 

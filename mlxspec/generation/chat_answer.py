@@ -1,0 +1,83 @@
+"""The form of a chat's answer: reasoning, then text or tool calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ..engine.params import Constraint, Phase, Phases
+from ..errors import OptionError
+
+_AFTER_REASONING = r"[ \n]{1,4}"  # white space from templates, which parsers of answers drop
+
+
+def in_answer(
+    constraint: Constraint | None,
+    tokenizer: TokenizerWrapper,
+    *,
+    reasons: bool,
+    trims_space: bool = False,
+    calls: Constraint | None = None,
+    call_start: int | None = None,
+) -> Phases:
+    """The phases of a chat's answer.
+
+    Reasoning is unconstrained, whether the template or the model begins it. A tool call may replace
+    the constrained text.
+
+    Args:
+        constraint: what the answer's text must match; None allows any text.
+        tokenizer: the model's tokenizer.
+        reasons: whether the prompt ends inside reasoning.
+        trims_space: whether a space at the answer's beginning comes from the tokenizer and will be
+            dropped.
+        calls: what the text after ``call_start`` must match; None allows any text.
+        call_start: the token that begins a tool call, if tools may be called.
+
+    Raises:
+        OptionError: the model ends its reasoning with several tokens.
+    """
+    opens = closes = None
+    if tokenizer.has_thinking:
+        opens = _only(tokenizer.think_start_tokens)
+        closes = _only(tokenizer.think_end_tokens)
+    if reasons and closes is None:
+        raise OptionError(
+            "this model's reasoning does not end with a single token, so no constraint can begin "
+            "after it: turn the reasoning off"
+        )
+    text, reasoning, after, call = range(4)
+    first = calling = {} if call_start is None else {call_start: call}
+    if opens is not None and closes is not None:
+        first = {**calling, opens: reasoning}
+    lead = " " if trims_space else ""
+    phases = [
+        Phase(constraint and replace(constraint, lead=lead), first),
+        Phase(None, {} if closes is None else {closes: after}, may_end=constraint is None),
+        Phase(constraint and replace(constraint, lead=_AFTER_REASONING), calling),
+        Phase(calls),
+    ]
+    if reasons:
+        phases[text] = phases[reasoning]
+    return tuple(phases)
+
+
+def _only(tokens: tuple[int, ...] | None) -> int | None:
+    """A marker's token; None if the marker is not exactly one token."""
+    return tokens[0] if tokens and len(tokens) == 1 else None
+
+
+def leaves_reasoning_open(text: str, tokenizer: TokenizerWrapper) -> bool:
+    """Whether an answer that begins with this text is still inside its reasoning."""
+    if not tokenizer.has_thinking:
+        return False
+    return text.rfind(tokenizer.think_start) > text.rfind(tokenizer.think_end)
+
+
+def ends_in_reasoning(tokens: list[int], tokenizer: TokenizerWrapper) -> bool:
+    """Whether a prompt ends inside reasoning that it has begun, as with some chat templates."""
+    if not tokenizer.has_thinking:
+        return False
+    text: str = tokenizer.decode(tokens[-16:])
+    return text.rstrip().endswith(tokenizer.think_start)
