@@ -102,7 +102,7 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Each node's distance from the root. The root's position plus this is the node's position."""
+        """Each node's distance from the root, by which its position exceeds the root's."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)

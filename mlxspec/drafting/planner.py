@@ -27,9 +27,7 @@ from .suffix_source import SuffixSource
 
 _log = logging.getLogger(__name__)
 
-_SHARE_OF_NOW = (
-    0.8  # the weight of this step's best rate, besides the average, in the price of time
-)
+_SHARE_OF_NOW = 0.8  # the weight of this step's best rate in the price of time; the average has 0.2
 _FIRST_RATE = 1.2
 _CHANGE = 0.1  # the weight of the newest step in running averages
 
