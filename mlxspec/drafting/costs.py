@@ -105,7 +105,7 @@ class FixedCosts:
         """Do nothing: the costs hold for all contexts."""
 
     def seconds(self, rows: int) -> float:
-        """The time of a step, but in plain steps, since the seconds are unknown."""
+        """The time of a step in plain steps instead of seconds, which are unknown."""
         return self.curve(rows)
 
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
@@ -133,15 +133,15 @@ _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.07**2, 0.4**2
 
 # The cost of an unmeasured number of rows is taken to be its square root. The exponent is half-way
 # between those of rows that cost nothing and of rows that cost a plain step each. Published curves
-# lie around it (notes/planner.md, "Costs that nobody knows"). Its standard error nearly reaches
-# both of these extremes.
+# lie around it (notes/planner.md, "Costs that nobody knows"). The exponent's standard error nearly
+# reaches both of these extremes.
 _USUAL_EXPONENT, _EXPONENT_VARIANCE = 0.5, 0.35**2
 _USUAL_ROWS = (2, 4, 8, 16, 32)
 _WIDE = 8  # if this many rows were measured, the times of wider steps follow from them
 
-# An uncertain cost is hoped to be lower than estimated: by _HOPE standard errors, less the usual
-# error of a measurement. The costs of steps wider than all recent ones become more and more
-# uncertain, all in the same direction.
+# The hopeful curve takes an uncertain cost to be lower than estimated: by _HOPE standard errors,
+# less the usual error of a measurement. The costs of steps wider than all recent ones become more
+# and more uncertain, all in the same direction.
 _HOPE, _USUAL_ERROR = 2.0, 0.3
 _STEPS_PER_DOUBT = 32
 _DOUBT_VARIANCE = 0.25**2
@@ -501,8 +501,7 @@ _OTHER_SEQUENCES = 0.15  # uncertainty of a cost measured with another number of
 class LiveCosts:
     """T(rows)/T(1) at the current context length, corrected by every step.
 
-    Each of several concurrent generations uses its own :meth:`for_generation`. What one learns,
-    all know.
+    Concurrent generations learn together, but each uses its own :meth:`for_generation`.
 
     Args:
         known: the measured times, as for :class:`LiveTimes`.

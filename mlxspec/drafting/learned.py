@@ -37,7 +37,7 @@ def cache_directory() -> Path:
 
 
 def _read(what: str, path: Path, kind: TypeAdapter[_File]) -> _File | None:
-    """The content of a file; None if it is missing, or if it cannot be used, with a warning."""
+    """The content of a file; None if it is missing, or None with a warning if it is unusable."""
     try:
         return kind.validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):

@@ -188,7 +188,7 @@ def expected_shortfall(cost: float, *drafts: Sequence[float]) -> float:
     """The expected time by which a step's cost exceeds its tokens: E[max(0, cost - emitted)].
 
     Args:
-        cost: 1 plus the time by which the step delays the sequences, the sum of all.
+        cost: 1 plus the sum of the times by which the step delays each sequence.
         drafts: for each drafting sequence, the probabilities that at least 1, 2, … of its tokens
             are accepted.
     """
@@ -455,7 +455,7 @@ class Planner(Drafter):
                 one.end()
             except Exception as error:
                 faults.append(error)
-        for fault in faults:  # after all have ended, since a user's drafter's is raised
+        for fault in faults:  # after all have ended, since a user drafter's exception is raised
             self._fails(fault)
 
     def no_draft(self) -> str:

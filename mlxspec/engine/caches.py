@@ -430,7 +430,7 @@ def compact(caches: Iterable[Any]) -> None:
 
 
 def drop_unseen(caches: Iterable[Any]) -> None:
-    """Drop the positions that the next row does not see from caches of windows and chunks."""
+    """In caches of windows and chunks, drop the positions that the next row does not see."""
     for cache in parts(caches):
         if isinstance(cache, WindowKVCache):
             cache.compact()

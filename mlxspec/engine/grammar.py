@@ -76,7 +76,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper, vocab_size: int) -> Vocabulary:
-        """A tokenizer's vocabulary, made once and stored on the tokenizer; raises as the class."""
+        """The vocabulary of a tokenizer, kept on the tokenizer; raises what the class raises."""
         key = vocab_size, frozenset(tokenizer.eos_token_ids)
         kept = getattr(tokenizer, "_mlxspec_vocabulary", None)
         if kept is None or kept[0] != key:

@@ -222,7 +222,7 @@ def split_from(model: Callable[..., mx.array]) -> int | None:
 
 
 def install(model: nn.Module) -> None:
-    """Wrap those of a model's layers, and of the functions they call, that need it."""
+    """Wrap the layers of a model, and the functions that they call, where that is needed."""
     if _installed.get(id(model)) is model:
         return
     # No lock is needed: if two threads wrap a function, the second wrapper replaces the first.
@@ -293,7 +293,7 @@ def _rotating(rope: Function) -> Function:
 
 def _attending(attention: Function) -> Function:
     def attend(queries: mx.array, keys: Any, *args: Any, **kwargs: Any) -> mx.array:
-        """Compute attention: with ``keys.attend`` if there is such a method, or split, or as is."""
+        """Compute attention, by ``keys.attend`` if there is such a method; split it if that is set."""
         least_keys = _split_from.get()
         own = attention if least_keys is None else functools.partial(_split, attention, least_keys)
         if _positions.get() is None or not hasattr(keys, "attend"):

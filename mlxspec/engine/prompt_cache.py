@@ -315,8 +315,8 @@ def tokens_in(metadata: Mapping[str, str], cache: Sequence[Any] | None = None) -
 
     Args:
         metadata: the file's metadata.
-        cache: the file's caches. If they hold another number of tokens, the list is ignored;
-            recurrent states alone do not show theirs.
+        cache: the file's caches. If they hold another number of tokens, the list is ignored.
+            Caches that are only recurrent states are not checked.
     """
     try:
         tokens = json.loads(metadata.get(_TOKENS, "[]"))

@@ -512,7 +512,7 @@ class Batch:
             self._planned(costs.end)
 
     def step(self, sequences: abc.Sequence[Sequence]) -> list[VerifiedStep | Exception]:
-        """Run one step of each sequence; the result is as of :func:`joint_step`."""
+        """Run one step of each sequence; the result is that of :func:`joint_step`."""
         together = [s for s in sequences if self._joint and self._joint.takes(s.target)]
         outcomes: dict[Sequence, VerifiedStep | Exception] = {}
         if len(together) > 1:

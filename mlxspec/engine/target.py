@@ -223,7 +223,7 @@ class Target:
             self._unfinished = True
 
     def to_move(self, rows: Sequence[int]) -> tuple[list[Any], int, Sequence[int]]:
-        """The sequence's part of the argument of :func:`move_rows`, if these rows stay."""
+        """This target's item in the argument of :func:`move_rows`, if these rows stay."""
         return [] if self._replays else self.trimmable, self.length, rows
 
     def commit(self, rows: Sequence[int]) -> None:
