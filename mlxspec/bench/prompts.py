@@ -155,7 +155,7 @@ class Trace:
     """A recorded conversation.
 
     Attributes:
-        category: the category of its figures.
+        category: the category under which it is reported.
         model: the model that answered; "" if unknown.
         messages: the messages, each with "role" and "content".
         completions: the indices of the messages that the model wrote.
@@ -201,7 +201,7 @@ class Completion:
     """An output to replay, as token ids.
 
     Attributes:
-        category: the category of its figures.
+        category: the category under which it is reported.
         context: the tokens of the whole conversation, which its completions share.
         begin: the index in the context at which the output begins.
         output: the output's tokens, with the end token.

@@ -169,8 +169,8 @@ def extended(curve: CostCurve) -> CostCurve:
 def joint_curve(curve: CostCurve, count: int) -> CostCurve:
     """T(rows)/T(1) of joint steps.
 
-    One row stands for a plain step of all sequences; drafts add rows. A joint step is assumed to
-    cost as much as the same number of rows of one sequence, as
+    Here T(1) is a plain step of all sequences together, and each draft token of any of them adds a
+    row. A joint step is assumed to cost as much as one sequence's step with as many rows, as
     :meth:`mlxspec.drafting.costs.LiveCosts.for_sequences` assumes before such steps have run. The
     curves leave out the cost of attending to several contexts.
 
@@ -205,10 +205,10 @@ def replay_report(
         curve: T(rows) / T(1).
 
     Returns:
-        ``speedup``: the geometric mean over the sets; ``worst``: the lowest speed-up of a set;
-        ``share_slow``: the mean over the sets; ``tokens_per_step`` and ``rows_per_step``: over all
-        steps; ``sets``: the figures of each set, by name, in order of appearance, see
-        :func:`_figures`.
+        ``sets``: the figures of each set by its name, in order of appearance, see :func:`_figures`;
+        ``speedup``: the geometric mean of the sets' speed-ups; ``worst``: the lowest of them;
+        ``share_slow``: the mean of the sets' shares; ``tokens_per_step`` and ``rows_per_step``:
+        means over all steps.
     """
     by_set: dict[str, list[Replayed]] = {}
     for name, completion in replayed:

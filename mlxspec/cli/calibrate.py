@@ -139,7 +139,8 @@ def _measured(name: str, asked: CalibrateOptions) -> Report:
     """Load a model, measure it carefully, and keep the times.
 
     Returns:
-        the first curve, with those after longer contexts, and the head's kind and times, if any.
+        the curve of the shortest context, with the curves of longer contexts, and with the kind and
+        the times of the head, if there is one.
     """
     from ..engine.heads import attach_head
     from ..models.heads.loading import load_with_head

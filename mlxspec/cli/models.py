@@ -70,10 +70,10 @@ def _found(memory: int, default: str) -> Iterator[dict[str, Any]]:
 
 
 def _directories(named: list[str]) -> dict[str, Path]:
-    """The directories of models by name, without duplicates.
+    """The directories of the models on this machine by name, each directory once.
 
     Args:
-        named: models that the user has named; directories among them are added.
+        named: names of models that the user has given; those that are directories are included.
     """
     from ..models.on_machine import cached_repositories, lm_studio_folder, models_in
 

@@ -118,7 +118,7 @@ def read_line(value: Any) -> dict[str, Any]:
         raise PromptError(f'"{printable(unknown[0])}": leave it out, or keep it in "id"')
     prompt = given.get("prompt", "")
     if not isinstance(prompt, str | list) or bool(prompt) == bool(given.get("messages")):
-        raise PromptError(f'it needs either a "prompt" or "messages", not empty: {_FORM}')
+        raise PromptError(f'it needs "prompt" or "messages", not both, and not empty: {_FORM}')
     try:
         if "messages" in given:
             given["messages"] = conversation_of(given)[0]

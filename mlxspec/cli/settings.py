@@ -44,7 +44,7 @@ def _variables(value: str) -> str:
     """Check a value of :data:`MLX_SETTINGS`."""
     if not _VARIABLES.fullmatch(value):
         raise click.BadParameter(
-            f"give whole numbers, 1 or more for {', '.join(MLX_VARIABLES)}, in the form "
+            f"set any of {', '.join(MLX_VARIABLES)} to whole numbers of 1 or more, in the form "
             "NAME=1,OTHER=512"
         )
     return value
@@ -256,7 +256,7 @@ def _merge(document: Any, settings: Settings) -> None:
         ValueError: nested settings would replace a value of another type.
     """
     if not isinstance(document, MutableMapping):
-        raise ValueError("the settings must be in an object")
+        raise ValueError("the settings belong in an object, but the file has another value there")
     for name, value in settings.items():
         if value is None:
             document.pop(name, None)

@@ -71,7 +71,10 @@ def convert(
     if (torch_path is None) == (hf_path is None):
         raise OptionError("name one checkpoint: MODEL, --torch-path or --hf-path")
     if head and torch_path is not None:
-        raise OptionError(f"--head: original checkpoints have none ({torch_path}); use --hf-path")
+        raise OptionError(
+            f"--head: {torch_path} is in Mistral's or Llama's original form, which has no trained "
+            "heads; use --hf-path"
+        )
     target = Path(os.path.abspath(mlx_path))
     _check_target(target, force, local_path(torch_path or hf_path or ""))
     with new_directory(target, replace=force) as directory, TemporaryDirectory(dir=directory) as d:

@@ -52,8 +52,8 @@ def read_torch_file(path: Path) -> Iterator[tuple[str, mx.array]]:
         raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     except Exception as error:  # a damaged archive or pickle makes the libraries raise anything
         raise LoadError(
-            f"{path}: damaged, or not a file of PyTorch 1.6 or newer with tensors alone; fetch it "
-            "again, or save it with a newer torch.save"
+            f"{path}: damaged, or not a file of PyTorch 1.6 or newer that holds only tensors; "
+            "fetch it again, or save only its tensors with a newer torch.save"
         ) from error
 
 

@@ -102,7 +102,7 @@ def _outputs(path: Path) -> Iterator[list[str] | None]:
 
 
 def _pieces(path: Path) -> Iterator[str]:
-    """The file's text, in pieces that end with a line."""
+    """The file's text in pieces, each of which ends where a line ends."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         while text := file.read(_TEXT_CHARACTERS):
             yield text + file.readline(_TEXT_CHARACTERS)

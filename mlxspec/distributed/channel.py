@@ -146,9 +146,9 @@ class Channel:
         return self._messages.get()
 
     def close(self) -> None:
-        """Send the farewell: when this process has ended, the peers end with status 0.
+        """Send the farewell: once this process has ended, the peers end with status 0.
 
-        Until then, they take part in running forwards.
+        Until then, they still take part in forwards that have begun.
         """
         self.send(_END)
         self._closing.set()

@@ -304,7 +304,7 @@ class LeadingTarget(Target):
     commit_moved = _repeated(Target.commit_moved, Target.commit)
 
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
-        """Like :meth:`Target.forward`, but also dispatched."""
+        """Like :meth:`Target.forward`, but dispatched at once: the other ranks wait for it."""
         leader = self.model.leader
         if not leader.leads(self):
             return super().forward(tokens, tree)
@@ -326,7 +326,7 @@ class LeadingJoint(Joint):
     leave = _repeated(Joint.leave)
 
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
-        """Like :meth:`Joint.forward`, but also dispatched."""
+        """Like :meth:`Joint.forward`, but dispatched at once: the other ranks wait for it."""
         leader = self.model.leader
         targets, tokens, trees = zip(*members, strict=True)
         with leader.repeating(_forward, self, targets, trees):

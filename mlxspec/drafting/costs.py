@@ -351,7 +351,10 @@ class LiveTimes:
             self._forget_curves()
 
     def ran(self, rows: int) -> None:
-        """Count a step, recorded or not: costs of wider steps become less certain."""
+        """Count a step, recorded or not.
+
+        From time to time, the costs of steps wider than all recent ones become less certain.
+        """
         self._widest_since_doubt = max(self._widest_since_doubt, rows)
         self._steps_since_doubt += 1
         if self._steps_since_doubt < _STEPS_PER_DOUBT:
@@ -527,7 +530,7 @@ class LiveCosts:
             return self._joint[count].for_generation()
 
     def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
-        """Costs for ``count`` sequences, which begin with ``known``."""
+        """New costs for ``count`` sequences, initialised from ``known``."""
         return LiveCosts(known)
 
     def end(self) -> None:

@@ -251,9 +251,9 @@ class Experience:
         clock: returns the time in seconds.
 
     Attributes:
-        corrections: the corrections from all requests to the probabilities of drafts from the
-            context.
-        probe_step: where the next generation continues in the round of probes; see
+        corrections: corrections to the probabilities of drafts from the context, learned from all
+            requests.
+        probe_step: the ``probe_step`` with which the next generation begins; see
             :class:`mlxspec.drafting.planner.Policy`.
     """
 

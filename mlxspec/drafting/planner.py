@@ -673,7 +673,7 @@ class _Step:
         """The greatest allowed gain, in tokens, and its number of nodes.
 
         Args:
-            head_time: what heads would have to take for it first, in plain steps.
+            head_time: the time, in plain steps, of the heads that would have to run first.
         """
         policies = self._policies
         # A sequence that has just joined does not know whether a forward was dispatched.

@@ -244,7 +244,7 @@ class WindowKVCache(TreeSteps):
             self._drop_unseen(math.ceil(rows / _STEP) * _STEP)
 
     def compact(self) -> None:
-        """Drop entries that no row will see, if they are many, as after a prefill."""
+        """Drop entries that no row will see, if there are many, as after a prefill."""
         if self.keys is not None and self.keys.shape[2] > self.max_size + _SLACK + _STEP:
             self._drop_unseen(0)
 
@@ -558,7 +558,7 @@ def first_positions(cache: Any, length: int, room: int) -> Any:
     """Copy the first ``length`` positions of a cache into a new cache of mlx-lm's class.
 
     Args:
-        cache: one that :func:`can_be_cut` to the length, or ends there. It may be in use.
+        cache: it ends at the length, or :func:`can_be_cut` is true for it. It may be in use.
         length: at least 1.
         room: allocate plain caches for this many positions; later writes within them copy
             nothing.

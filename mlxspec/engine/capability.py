@@ -253,7 +253,7 @@ _SAMPLES = 3  # of tokens: rounding in half precision can route rows to other ex
 
 
 def _rows_differ_somewhere(model: nn.Module) -> bool:
-    """Whether rows in one forward differ from one by one, somewhere far inside a context.
+    """Whether rows give other logits in one forward than alone, somewhere far into a context.
 
     Trial steps, of three or four small forwards each, straddle the positions that the model's
     configuration names.

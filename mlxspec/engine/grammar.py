@@ -149,15 +149,15 @@ def _encoder(tokenizer: TokenizerWrapper) -> Callable[[str], list[int]]:
 
 
 class Grammar:
-    """Follows an output through a constraint, compiled for a vocabulary.
+    """Matches an output against a constraint, token by token.
 
     Args:
         constraint: the constraint.
         vocabulary: the model's vocabulary.
 
     Raises:
-        OptionError: as for :func:`mlxspec.engine.compiling.compiled`. The methods raise one, too,
-            if the constraint takes too much time or memory to follow.
+        OptionError: as for :func:`mlxspec.engine.compiling.compiled`. The methods also raise it if
+            matching the constraint takes too much time or memory.
     """
 
     def __init__(self, constraint: Constraint | Phases, vocabulary: Vocabulary) -> None:

@@ -127,9 +127,9 @@ class Joint:
         return logits.reshape(len(positions), -1), [own[target] for target, *_ in members]
 
     def join(self, target: Target) -> None:
-        """Move a target's caches into slots, if all are plain caches and they fit.
+        """Move a target's caches into slots, if all of them are plain and the padding stays small.
 
-        The target may take part in :meth:`forward` in either case.
+        Moved or not, the target can take part in :meth:`forward`.
         """
         lengths = [target.length, *(other.length for other in self._seated)]
         plain = all(type(cache) is TreeKVCache and cache.keys is not None for cache in target.cache)
@@ -172,8 +172,7 @@ class Joint:
             self._slots = []
 
     def _leave_long_ones(self) -> None:
-        """Give separate caches to the longest contexts, as long as padding the others takes too
-        much.
+        """Move the longest contexts to separate caches until the others need little padding.
 
         Lengths in slots can drift apart, since some sequences may pause.
         """

@@ -341,7 +341,8 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
         if all(_fits(*pair) for pair in zip(parts(cache), parts(own), strict=True)):
             return
     raise FileError(
-        f"{source} was made by a different model: its shapes do not fit; name that model"
+        f"{source} was made by a different model: its shapes do not fit; name the model that made "
+        "it"
     )
 
 

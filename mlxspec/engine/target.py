@@ -204,7 +204,7 @@ class Target:
         return {early, *([wanted] if 0 < wanted < early else [])}
 
     def mark(self) -> None:
-        """Keep the state of the caches that cannot be cut back to this length."""
+        """Save the state of the caches that cannot be cut, for a later return to this length."""
         self.use([for_steps(cache) for cache in self.cache])
         drop_unseen(self.cache)
         self._change_for_steps()

@@ -170,20 +170,23 @@ class Decoder(LoadedModel):
                 the constraint forces are drafted.
             chat_template_kwargs: arguments of the chat template besides the messages, such as
                 ``{"enable_thinking": False}`` or ``{"tools": [...]}``.
-            stop: strings that end the output and are not part of it. stop_tokens: tokens that end
-            the output, in addition to the tokenizer's own: ids, or texts that are a single token.
+            stop: strings that end the output and are not part of it.
+            stop_tokens: tokens that end the output, in addition to the tokenizer's own: ids, or
+                texts that are a single token.
             on_progress: called during the prefill with the number of tokens processed, and the
-            total. kv_bits, kv_group_size, quantized_kv_start, max_kv_size, prefill_step_size: limit
-            the memory of the KV cache and the prefill, as in mlx-lm; see
-            :class:`mlxspec.engine.params.CacheOptions`. session: keeps the KV cache for the
-            conversation's next turn. Pass the whole conversation as the prompt: the part that is in
-            the cache does not run again. prompt_cache: mlx-lm's caches of the text before the
-            prompt, from its ``make_prompt_cache``. Once the generation has ended or is closed
-            (leaving a ``for`` loop closes it), they also hold the prompt and the output taken.
-            Until then, any use of them is an error. temp, top_p, seed, and all other fields of
-            :class:`mlxspec.SamplingParams`: override those of ``sampling``. A ``sampler`` without
-            ``sampling`` or ``seed`` draws a seed from MLX's random state, so repeated calls differ,
-            as with mlx-lm.
+                total.
+            kv_bits, kv_group_size, quantized_kv_start, max_kv_size, prefill_step_size: limit the
+                memory of the KV cache and the prefill, as in mlx-lm; see
+                :class:`mlxspec.engine.params.CacheOptions`.
+            session: keeps the KV cache for the conversation's next turn. Pass the whole
+                conversation as the prompt: the part that is in the cache does not run again.
+            prompt_cache: mlx-lm's caches of the text before the prompt, from its
+                ``make_prompt_cache``. Once the generation has ended or is closed (leaving a
+                ``for`` loop closes it), they also hold the prompt and the output taken. Until
+                then, any use of them is an error.
+            temp, top_p, seed, and all other fields of :class:`mlxspec.SamplingParams`: override
+                those of ``sampling``. A ``sampler`` without ``sampling`` or ``seed`` draws a seed
+                from MLX's random state, so repeated calls differ, as with mlx-lm.
 
         Returns:
             a generator of one response per token. Closing it ends the generation. With a tokenizer
@@ -197,8 +200,9 @@ class Decoder(LoadedModel):
                 is out of range, a token is unknown to the model, the model's cache cannot be
                 quantised as requested, or ``prompt_cache`` has too few layers. With the first
                 response: another generation is using the session.
-            FileError: ``prompt_cache`` was made by another model. With the first response: the
-                session's initial cache was, or another generation is using ``prompt_cache``.
+            FileError: ``prompt_cache`` was made by another model. With the first response:
+                another model made the session's initial cache, or another generation is using
+                ``prompt_cache``.
             MlxspecError: ``drafter`` is not a drafter. With a response: it proposed an invalid
                 draft.
             TypeError: an option is unknown.
@@ -379,8 +383,9 @@ class LookaheadDecoder(Decoder):
             N - 1 levels.
         guess_set_size: G, the reference's GUESS_SET_SIZE: the most n-grams that are kept for a
             token and verified at once; W by default. -1, the reference's "no limit", means 64,
-            since more guesses cost more time than they save. pool_from_prompt: the reference's
-            POOL_FROM_PROMPT: whether the pool starts with the prompt's n-grams; true by default.
+            since more guesses cost more time than they save.
+        pool_from_prompt: the reference's POOL_FROM_PROMPT: whether the pool starts with the
+            prompt's n-grams; true by default.
     """
 
     drafting = Lookahead()

@@ -91,9 +91,9 @@ class Session:
         """Begin a session with the cache in a file.
 
         Raises:
-            FileError: the file cannot be read, or does not list the cache's tokens. mlx-lm's files
-                do not; pass the result of :func:`mlxspec.load_prompt_cache` as ``prompt_cache``
-                instead.
+            FileError: the file cannot be read or, like mlx-lm's files, does not list the cache's
+                tokens. For such a file, pass the result of :func:`mlxspec.load_prompt_cache` as
+                ``prompt_cache`` instead.
         """
         cache, metadata, head = read_prompt_cache(file_name)
         tokens = tokens_in(metadata, cache)

@@ -54,9 +54,10 @@ def cached_repositories() -> Iterator[tuple[str, Path]]:
 
 
 def models_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The name and the directory of each model in a folder: MODEL, or PUBLISHER/MODEL.
+    """The name and the directory of each model in a folder.
 
-    The folder itself may also be a model.
+    A name is the path within the folder: MODEL or PUBLISHER/MODEL. The folder itself may also be a
+    model.
     """
     if (folder / "config.json").is_file():
         yield folder.resolve().name, folder

@@ -143,7 +143,10 @@ def write_tokenizer(source: Path, target: Path) -> None:
         if index >= tokenizer.get_vocab_size():  # smaller ids are the model's own pieces
             tokenizer.add_tokens([AddedToken(token["content"], special=bool(token.get("special")))])
         if tokenizer.token_to_id(token["content"]) != index:
-            raise LoadError(f"{own_settings}: the id {index} of an added token leaves a gap")
+            raise LoadError(
+                f"{own_settings}: the id {index} of an added token does not follow the other ids; "
+                "use a version of the model with a tokenizer.json"
+            )
     tokenizer.save(str(target / "tokenizer.json"))
     text = json.dumps(settings, indent=2, ensure_ascii=False)
     (target / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")

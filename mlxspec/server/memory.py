@@ -98,7 +98,7 @@ class ServerMemory:
 
     @property
     def most_cached(self) -> int:
-        """The most bytes of one idle entry."""
+        """The size limit of a single idle entry, in bytes."""
         return self._bound if self._cache_bytes is None else self._cache_bytes
 
     def _forward(self, *more: Need) -> int:
@@ -181,9 +181,7 @@ class ServerMemory:
 
     @property
     def _spare(self) -> int:
-        """Half of the reserve. One half is for the slots of joint steps, the other for freed
-        buffers.
-        """
+        """Half of the reserve: the slots of joint steps get one half, freed buffers the other."""
         return int(self.room * _RESERVE / 2)
 
     # --- changes ---
@@ -218,7 +216,7 @@ class ServerMemory:
         self._reserved.pop(owner, None)
 
     def make_room(self) -> None:
-        """Evict idle entries until everything fits, the least recently used of all models first.
+        """Evict idle entries of all models, the least recently used first, until everything fits.
 
         MLX may keep freed buffers for later arrays, up to their part of the reserve.
         """

@@ -379,7 +379,9 @@ class PrefixCache:
         try:
             metadata = read_prompt_cache_metadata(path)
             if metadata["model"] != self._fingerprint:
-                _log.warning("%s: ignored, since it is for another model, version or option", path)
+                _log.warning(
+                    "%s: ignored, since it was made for another model, version or options", path
+                )
                 return None
             session, n_prompt = Session.load(path), int(metadata["prompt_tokens"])
             entry = _Entry(array("i", session.tokens), n_prompt, metadata["partition"], session)

@@ -202,8 +202,8 @@ def _answer_phases(
     if body.tools_shown and call_start is None:
         if body.constraint:
             raise OptionError(
-                "this model's tool calls do not begin with a single token, so it cannot be "
-                "combined with tools; leave one out"
+                "cannot be combined with tools, since this model's tool calls do not begin with a "
+                "single token: leave one out"
             )
         return None
     if not body.constraint and not calls:
@@ -301,7 +301,10 @@ _SPACE = "(/[ \\n]{1,2}/)?"
 
 
 def _arguments_schema(tool: dict[str, Any], demanded: bool) -> dict[str, Any]:
-    """The schema of a tool's arguments in a grammar."""
+    """The schema of a tool's arguments in a grammar.
+
+    Unless the tool is strict or the request demands a call, any object matches.
+    """
     strict = _is_strict(tool)
     schema = (tool["function"].get("parameters") or {}) if strict or demanded else {}
     return {"type": "object", **schema, "x-guidance": {**ONE_LINE, "lenient": not strict}}

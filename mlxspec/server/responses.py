@@ -486,7 +486,7 @@ class ResponsesAnswer(ApiAnswer):
         return self._event(kind, response=self._response.copy())
 
     def _events_of(self, run: TextRun) -> Iterator[dict[str, Any]]:
-        """The events of an item, which has at most one content part."""
+        """The events for a run of an item's text; an item has at most one content part."""
         position, text = run.position, run.text
         kind = self._kind_of(run.part)
         name = _ITEMS[kind][1]

@@ -134,7 +134,7 @@ def test_a_broken_line_costs_no_other(endless: Path, prompts: Path) -> None:
     errors = [one["error"] for one in found[1:-1]]
     expected = [
         "line 2: not JSON with a prompt: write",
-        'line 4: it needs either a "prompt" or "messages", not empty: write',
+        'line 4: it needs "prompt" or "messages", not both, and not empty: write',
         "line 5: the prompt holds the id 99: pass ids from 0 to 63",
         "line 6: top_p is 7: choose it between 0 and 1",
         "line 7: the stop token 'nothing like it' is not a token of the model: give",

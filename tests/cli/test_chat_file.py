@@ -87,11 +87,11 @@ def test_what_other_programs_write_is_read(tmp_path: Path) -> None:
         (b'{"messages": [{"content": "a"}]}', 'each with a "role"'),
         (
             b'{"messages": [{"role": "tool", "content": "a"}]}',
-            "its messages must be the user's and the assistant's",
+            "its messages must alternate between user and assistant",
         ),
         (
             b'{"messages": [{"role": "assistant", "content": "a"}]}',
-            "the user's and the assistant's in turn",
+            "alternate between user and assistant",
         ),
     ],
 )

@@ -512,7 +512,8 @@ def test_without_a_server_one_line_says_how_to_start_one() -> None:
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: --server http://127.0.0.1:1: ")
     assert result.stderr.endswith(
-        "Connection refused; start one with 'mlxspec serve', or give the address that it prints\n"
+        "Connection refused; start a server with 'mlxspec serve', or give the address that it "
+        "prints\n"
     )
 
 
@@ -520,7 +521,7 @@ def test_without_a_server_one_line_says_how_to_start_one() -> None:
 def test_a_server_that_is_not_ours_is_told_of(answer: Any, serve: Callable[..., str]) -> None:
     result = connect("zed", "--server", serve(answer))
     assert result.exit_code == 1
-    assert "start one with 'mlxspec serve'" in result.stderr
+    assert "or start one with 'mlxspec serve'" in result.stderr
 
 
 @pytest.mark.slow

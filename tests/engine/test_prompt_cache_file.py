@@ -114,9 +114,9 @@ def test_a_cache_of_other_layers_shapes_or_quantisation_is_refused() -> None:
     wide = replace(ARCHITECTURES["llama3"], config={"head_dim": 32}).model()
     quantized = cached(wide, kv_bits=8, kv_group_size=32, quantized_kv_start=0)
     check_fits(quantized, wide, "file")
-    with pytest.raises(FileError, match="another model"):
+    with pytest.raises(FileError, match="a different model"):
         check_fits(quantized, model, "file")
-    with pytest.raises(FileError, match="another model"):
+    with pytest.raises(FileError, match="a different model"):
         check_fits(cached(model)[:1], model, "file")
 
 

@@ -574,8 +574,8 @@ def read_chat(path: Path) -> tuple[str | None, Messages]:
     roles = [message["role"] for message in messages]
     if roles != [("user", "assistant")[number % 2] for number in range(len(roles))]:
         raise FileError(
-            f"{path}: is not a saved chat (its messages must be the user's and the assistant's in "
-            "turn); name another file"
+            f"{path}: is not a saved chat (its messages must alternate between user and "
+            "assistant); name another file"
         )
     return system_prompt, messages
 

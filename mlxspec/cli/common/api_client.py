@@ -58,7 +58,8 @@ class ApiClient:
             name = first or next(iter(models))
         except (AttributeError, LookupError, TypeError, StopIteration) as error:
             raise OptionError(
-                f"--server {self.address} sent no list of models: start one with 'mlxspec serve'"
+                f"--server {self.address} sent no list of models: give the address of an mlxspec "
+                "server, or start one with 'mlxspec serve'"
             ) from error
         name = name if name in models else given_name(name)
         if name not in models:
@@ -101,7 +102,7 @@ class ApiClient:
             raise PromptError(f"--server {self.address}: {message}{remedy}") from error
         except (OSError, ValueError, HTTPException) as error:
             raise OptionError(
-                f"--server {self.address}: {getattr(error, 'reason', error)}; start one with "
+                f"--server {self.address}: {getattr(error, 'reason', error)}; start a server with "
                 "'mlxspec serve', or give the address that it prints"
             ) from error
 

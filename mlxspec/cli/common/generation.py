@@ -157,7 +157,7 @@ class DraftingOptions:
 
     @cached_property
     def fixed(self) -> PromptLookup | Lookahead | None:
-        """How to draft with fixed parameters, from the text alone; None with auto."""
+        """Prompt lookup or lookahead with the given parameters; None if the decoder is auto."""
         if self.kind == "auto":
             return None
 

@@ -55,7 +55,7 @@ def output_console(color: bool | None = None) -> Console:
 
 
 def error_console(color: bool | None = None) -> Console:
-    """Standard error; ``color`` as for :func:`mlxspec.terminal.wants_color`."""
+    """A console on standard error; ``color`` as for :func:`mlxspec.terminal.wants_color`."""
     in_color = wants_color(sys.stderr, color)
     return Console(stderr=True, force_terminal=sys.stderr.isatty() or in_color, **_look(in_color))
 

@@ -129,7 +129,7 @@ class Head(nn.Module):
         self._target = {"embed": embed, "output": output}
 
     def named_tokens(self) -> mx.array:
-        """The target's tokens that the head's own files name."""
+        """The ids of target tokens that the head's own files contain, such as a mask token's."""
         return mx.array([], mx.int32)
 
     def embed(self, tokens: mx.array) -> mx.array:

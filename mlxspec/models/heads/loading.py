@@ -1,7 +1,7 @@
-"""Finds trained heads, with their target or in separate folders, and loads them.
+"""Finds and loads trained heads, whether they come with their target or in a separate folder.
 
-Finding a head reads only the headers of files. Names in ``config.json`` are as transformers,
-speculators, SGLang and mlx-vlm write them.
+Finding a head reads only the headers of files. The keys read from ``config.json`` are those that
+transformers, speculators, SGLang and mlx-vlm write.
 """
 
 from __future__ import annotations
