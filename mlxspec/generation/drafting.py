@@ -1,6 +1,6 @@
-"""The kinds of drafting, as values that make the drafter of each generation.
+"""The kinds of drafting. Each is a value that returns a drafter for a generation.
 
-Importing this module does not import MLX, so the command line can check options without it.
+Importing this module does not import MLX, so the command line can check options quickly.
 """
 
 from __future__ import annotations
@@ -49,9 +49,7 @@ class Drafting:
         return self.maker()
 
     def apart(self, memory_tokens: int) -> Self:
-        """A copy with an empty memory of ``memory_tokens`` tokens instead of its memory, if it has
-        one.
-        """
+        """A copy in which an empty memory of ``memory_tokens`` tokens replaces the memory, if any."""
         return self
 
     def model_to_run(self, model: nn.Module) -> nn.Module:
@@ -176,7 +174,8 @@ class Auto(Drafting):
         draft_model = extra if isinstance(extra, DraftModelDrafter) else None
         costs: Costs = decoder.costs.for_generation()
         if draft_model:
-            # Its forwards add to the steps' times, so these do not show the cost of rows.
+            # The draft model's forwards add to the steps' times, so these do not show the cost of
+            # rows.
             costs = FixedCosts(costs.curve, costs.sync_overhead)
         planner = Planner(
             costs,
