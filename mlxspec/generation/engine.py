@@ -1,4 +1,4 @@
-"""The engine, which runs requests, one or several at once."""
+"""The engine, which runs one request or several at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .loaded import LoadedModel
 from .request import Request, State
 from .response import GenerationResponse
 
-# Prompt tokens. Smaller chunks barely shorten a stall, and larger ones are no faster.
+# Tokens of a prompt. Smaller chunks barely shorten a stall, and larger ones are no faster.
 _LEAST_CHUNK, _MOST_CHUNK = 16, 2048
 _CHANGE = 0.3  # weight of the newest chunk in the running average of the prefill's speed
 _LEAST_UNREAD = 16  # a paused request resumes once this few responses are unread
@@ -98,7 +98,7 @@ class Engine:
             self._end(request, error)
 
     def has_read(self, request: Request, count: int) -> None:
-        """Count ``count`` responses as read; resume a paused request when few are left unread."""
+        """Count ``count`` responses as read; resume a paused request once few are unread."""
         request.unread -= count
         if request.unread <= _LEAST_UNREAD and request.state is State.PAUSED:
             request.state = State.DECODE
@@ -252,7 +252,7 @@ class Engine:
             self._end(request, error)
             return
         if self._max_unread and request.unread >= self._max_unread:
-            request.state = State.PAUSED  # it takes part in no steps, and others may have its place
+            request.state = State.PAUSED  # it takes part in no steps, and another may become active
 
     def _end(
         self,

@@ -56,11 +56,11 @@ class State(StrEnum):
 class OutputText:
     """Collects tokens as text segments, and finds the end of the output.
 
-    A stop string may begin and end inside tokens. Text that could be the beginning of one is held
-    back until that is decided, so no part of a stop string is ever shown.
+    A stop string may begin and end inside tokens. Text that could be the beginning of a stop string
+    is held back until that is decided, so no part of a stop string is ever shown.
 
     Args:
-        detokenizer: a new one, ready for the output's first token.
+        detokenizer: a new detokenizer, ready for the output's first token.
         stop_tokens: token ids that end the output; their own text is not part of it.
         stop_strings: strings that end the output and are not part of it.
         max_tokens: the output ends with this many tokens.
@@ -161,7 +161,7 @@ class Request:
         n_cached: how many of the prompt's tokens were in a cache.
         prefilled: how many of the prompt's tokens have run or were in a cache.
         unread: how many responses the consumer has not read yet, if an engine counts them.
-        output: set by :meth:`start`.
+        output: the output's text, set by :meth:`start`.
         sequence: the decoding state, set from :meth:`start` to :meth:`close`.
         prefill: the remaining chunks of the prompt, once the first has run.
     """
@@ -292,7 +292,7 @@ class Request:
         Args:
             step: this request's part of the step.
             seconds: the wall time of the whole step.
-            cost: the step's time in steps without drafts; NaN if unknown.
+            cost: the step's time in plain steps; NaN if unknown.
         """
         self.decoder.step_times.record(step.rows, step.seconds, step.pipelined)
         stats = self.stats
@@ -366,5 +366,5 @@ class Request:
             self.lease = self.sequence = self.prefill = None
 
 
-# At this place, so that it runs before the handlers of the modules that are imported above.
+# Registered after the imports above, so that it runs before the handlers of these modules.
 atexit.register(hold_other_threads)
