@@ -1,4 +1,7 @@
-"""The rank, output, end and signals of a process of ``mlx.launch``; this does not import MLX."""
+"""The rank, output, end and signals of a process that ``mlx.launch`` has started.
+
+Importing this module does not import MLX.
+"""
 
 from __future__ import annotations
 

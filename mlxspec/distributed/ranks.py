@@ -195,12 +195,12 @@ class Leader:
         made.number = number
 
     def run(self, function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
-        """Call a function with the model on every rank."""
+        """On every rank, call a function with the rank's part of a model."""
         with self.repeating(function, model, *args):
             return function(model, *args)
 
     def leads(self, made: LeadingTarget | LeadingJoint) -> bool:
-        """Whether followers repeat a call: not while the object is made, nor within a call."""
+        """Whether followers repeat a call: not while the object is made, nor in a repeated call."""
         return made.number >= 0 and made.number not in self._busy
 
     def fail(self, error: Exception) -> NoReturn:
@@ -262,7 +262,7 @@ class Leader:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles objects that have a number as that number."""
+    """Pickles only the number of each object that has one."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)

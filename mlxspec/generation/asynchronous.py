@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 
 
 class RequestStream:
-    """A queue from an :class:`EngineThread` to the asyncio task that creates it.
+    """A queue from an :class:`EngineThread` to the asyncio task that creates the queue.
 
     Attributes:
         loop: the task's event loop.

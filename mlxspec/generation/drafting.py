@@ -1,4 +1,4 @@
-"""The kinds of drafting. Each is a value that returns a drafter for a generation.
+"""The kinds of drafting: objects that make a drafter for each generation.
 
 Importing this module does not import MLX, so the command line can check options quickly.
 """
@@ -49,11 +49,11 @@ class Drafting:
         return self.maker()
 
     def apart(self, memory_tokens: int) -> Self:
-        """A copy in which an empty memory of ``memory_tokens`` tokens replaces the memory, if any."""
+        """A copy with an empty memory of ``memory_tokens`` tokens, if this has a memory."""
         return self
 
     def model_to_run(self, model: nn.Module) -> nn.Module:
-        """The model to run instead of a decoder's, whose weights it shares."""
+        """The model that a decoder of ``model`` runs; both share their weights."""
         return model
 
 

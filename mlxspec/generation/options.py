@@ -148,7 +148,7 @@ class DraftingParameters(TypedDict, total=False):
 class GenerationOptions(DraftingParameters, total=False):
     """The options of every decoder's ``stream``; :meth:`mlxspec.Decoder.decode` describes them.
 
-    Use it to type your own functions that pass options on::
+    Use it to annotate your own functions that pass options on::
 
         def ask(question: str, **options: Unpack[GenerationOptions]) -> str: ...
     """

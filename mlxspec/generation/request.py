@@ -130,8 +130,8 @@ class OutputText:
 class Request:
     """One generation, from the queue to its last response.
 
-    :meth:`mlxspec.Decoder.new_request` makes it. It runs alone in :func:`.engine.responses`, or
-    with others in an :class:`.engine.Engine`.
+    :meth:`mlxspec.Decoder.new_request` makes requests. A request runs alone in
+    :func:`.engine.responses`, or with others in an :class:`.engine.Engine`.
 
     Args:
         decoder: the model and its tokenizer.
@@ -287,7 +287,7 @@ class Request:
             self.report_progress(done, total)
 
     def on_step(self, step: VerifiedStep, seconds: float, cost: float) -> None:
-        """Called by an engine after each step, before the step's responses.
+        """Record a step; an engine calls this after each step, before the step's responses.
 
         Args:
             step: this request's part of the step.

@@ -110,9 +110,8 @@ class Session:
     def reach(self, length: int) -> int:
         """How many of the first ``length`` tokens another session can begin with.
 
-        While the session is in use, only those of the prompt's tokens that have run count, and this
-        may be called only in the generation's thread, between two steps or two chunks of the
-        prompt.
+        While the session is in use, only the prompt's tokens that have run count. Then, this may be
+        called only in the generation's thread, between two steps or two chunks of the prompt.
         """
         if self._lent:
             target, prompt = self._lent

@@ -37,8 +37,8 @@ class OutputFormat:
     Attributes:
         tokenizer: the model's tokenizer, which knows the markers.
         tools: the tools offered to the model. Without any, calls are plain text.
-        initial: the state in which the output begins: "normal", "reasoning", "tool", or one
-            specific to the model.
+        initial: the state in which the output begins: "normal", "reasoning", "tool", or a state
+            that only this model has.
         several_calls: whether an answer may have more than one call.
         trims_space: whether the tokenizer adds a space at the beginning of the output, which is
             dropped.
@@ -170,7 +170,7 @@ class OutputParser:
         if self._state == "tool":
             return self._add_to_call(text)
         if self._state not in ("normal", "reasoning"):
-            return []  # a header between messages
+            return []  # the text of a header between messages
         if self._after_marker:
             text = text.lstrip()
         text = self._gap + text
@@ -298,7 +298,7 @@ class TextRun:
 
 
 class Choice:
-    """One choice of an answer, which has ``n`` for each prompt: its parts and token counts so far.
+    """A choice, one of the ``n`` outputs for a prompt: its parts and token counts so far.
 
     Args:
         index: the choice's index.
@@ -472,7 +472,7 @@ FAILED = ApiError("internal server error: see the server's log", status=500)
 async def answered(
     request: Request, stream: EventStream, answer: ApiAnswer, streamed: bool, keep_alive: float
 ) -> Response:
-    """The response to a request.
+    """The response that sends an answer, as a stream or as a whole.
 
     If the client disconnects, the generations end.
 

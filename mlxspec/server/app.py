@@ -250,7 +250,7 @@ class Endpoints:
         """The stored response that the path names, and the items before that response.
 
         Raises:
-            ApiError: 404, it does not exist.
+            ApiError: 404, the response does not exist.
         """
         response_id = request.path_params["id"]
         found = self._responses.response(request.state.partition, response_id)
@@ -334,7 +334,7 @@ class Endpoints:
         prompts: Sequence[Prompt],
         answer: ApiAnswer,
     ) -> Response:
-        """Queue ``n`` generations of each prompt, and answer with their results.
+        """Queue ``n`` generations for each prompt, and answer with their results.
 
         Raises:
             ApiError: an option is out of range, a prompt is too long, the queue is full, or a
@@ -396,7 +396,7 @@ class Endpoints:
             raise ApiError(str(error)) from error
 
     async def _grammar(self, served: ServedModel, body: ApiBody, prompt: Prompt) -> Grammar | None:
-        """The compiled constraint of an answer; None without one."""
+        """The compiled constraint of an answer; None if it has none."""
         if prompt.constraint is None:
             return None
         vocabulary, decoder = None, served.decoder

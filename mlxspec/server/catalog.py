@@ -404,7 +404,7 @@ class Catalog:
         try:
             self.worker.call(self.worker.leave, entry.served).result()
             self.save(entry)
-        except Exception as error:  # a load may wait for the room, which is free in any case
+        except Exception as error:  # even so, the room is free, and a load may wait for it
             if not self._ending:
                 _log.error("the model %s could not be closed", entry.name, exc_info=error)
         entry.served = None

@@ -88,7 +88,7 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
         closing = asyncio.create_task(self._close())
         await super().shutdown(sockets)
-        if self.force_exit:  # uvicorn then skips this, and the lifespan would end in a traceback
+        if self.force_exit:  # uvicorn then skips this; the lifespan would end in a traceback
             await self.lifespan.shutdown()
         await closing
 

@@ -112,7 +112,7 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """The memory of all idle entries."""
-        return sum(entry.nbytes for entry in self._idle.copy())  # for the status page
+        return sum(entry.nbytes for entry in self._idle.copy())  # read by the status page, too
 
     @property
     def oldest(self) -> float:
@@ -198,7 +198,7 @@ class PrefixCache:
     def give_back(self, session: Session) -> None:
         """Take back a session and keep its contents, however its generation ended."""
         entry = self._lent.pop(session, None)
-        if entry is None:  # it shares nothing
+        if entry is None:  # its prompt shares no prefix
             return
         tokens = entry.tokens = array("i", session.tokens)
         entry.nbytes = session.nbytes
@@ -343,7 +343,7 @@ class PrefixCache:
         return path
 
     def load(self, directory: Path, most: int | None = None) -> None:
-        """Load the entries that :meth:`save` wrote, as many of the last used as fit.
+        """Load as many of the entries that :meth:`save` wrote as fit, the last used first.
 
         Files that are damaged or belong to another model are skipped with a warning, as is a
         directory that other users may write to.

@@ -56,7 +56,7 @@ def _or_none(value: object) -> object:
 _DEFAULT = SamplingParams(seed=None)
 _MinusOne = BeforeValidator(_or_none)
 _Fraction = Annotated[float, Field(ge=0, le=1)]
-_Penalty = Annotated[float, Field(ge=-100, le=100)] | None  # beyond, logits would overflow
+_Penalty = Annotated[float, Field(ge=-100, le=100)] | None  # larger ones would make logits overflow
 _Token = Annotated[int, Field(strict=False, ge=0)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _MaxTokens = Annotated[
@@ -163,7 +163,7 @@ class TextPart(Body):
 
 
 def _text(value: object) -> str:
-    """The text of a content: a string, or a list of parts with text."""
+    """The text of a message's content, which is a string or a list of parts with text."""
     return value if isinstance(value, str) else "".join(part.text for part in _text_parts(value))
 
 
@@ -194,7 +194,7 @@ ToolOutput = Annotated[str, PlainValidator(_text_of_output)]
 
 
 class Function(Body):
-    """A function that is offered or called; in ``/v1/messages`` also a tool."""
+    """A function that is offered or called. A tool of ``/v1/messages`` has the same form."""
 
     type: Literal["function", "custom"] = "function"
     name: Name
@@ -368,7 +368,7 @@ class ApiBody(SamplingBody):
     def top(self) -> int | None:
         """How many of the likeliest tokens to return with each token and its log-probability.
 
-        None for no log-probabilities.
+        None means that no log-probabilities are returned.
         """
         return None
 

@@ -355,7 +355,7 @@ class ResponseStore:
     def response(
         self, partition: str, response_id: str
     ) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-        """The partition's response with this id and the items before it, if it is stored."""
+        """The partition's response with this id and the items before it; None if not stored."""
         key = partition, response_id
         with self._changing:
             if key not in self._kept:
