@@ -37,12 +37,6 @@ os.environ["MLXSPEC_CONFIG_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 os.environ.pop("MLXSPEC_MODEL", None)
 os.environ.pop("MLXSPEC_API_KEY", None)
 
-# Processes of tests find sitecustomize.py, which keeps a file for all of them.
-os.environ["TESTS_STARTUP_FILE"] = os.path.join(tempfile.mkdtemp(prefix="mlxspec-tests-"), "kept")
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [str(Path(__file__).parent / "support/startup"), os.environ.get("PYTHONPATH")])
-)
-
 import mlxspec.engine.costs  # isort: skip  (before mlx.core)
 import mlx.core as mx
 import pytest
@@ -72,28 +66,37 @@ settings.register_profile(
 settings.load_profile("tests")
 
 LONGEST = (
-    "cli/test_memory.py",
+    "generation/test_heads.py",
+    "distributed/test_serving.py",
     "server/test_prefix_cache.py",
-    "cli/test_chat.py",
     "generation/test_constrained.py",
-    "test_readme.py",
-    "engine/test_compiling.py",
-    "engine/test_architectures.py",
-    "distributed/test_generation.py",
-    "server/test_process.py",
-    "cli/test_process.py",
-    "engine/test_interrupts.py",
     "test_examples.py",
-    "cli/test_conversation.py",
+    "cli/test_process.py",
     "cli/test_serve.py",
-    "cli/test_template_options.py",
-    "engine/test_openblas.py",
-    "generation/test_joint_drafts.py",
+    "cli/test_chat.py",
+    "engine/test_architectures.py",
+    "server/test_memory_bound.py",
+    "distributed/test_generation.py",
+    "cli/test_conversation.py",
+    "test_readme.py",
+    "server/test_process.py",
+    "server/test_faults.py",
+    "generation/test_engine.py",
+    "server/test_structured.py",
+    "server/test_endpoints.py",
+    "cli/test_memory.py",
+    "server/test_catalog.py",
+    "engine/test_compiling.py",
+    "engine/test_interrupts.py",
+    "corpus/test_kept.py",
+    "cli/test_form.py",
     "cli/test_model_choice.py",
+    "cli/test_cache_prompt.py",
+    "bench/test_reference_figures.py",
+    "engine/test_openblas.py",
+    "generation/test_asynchronous.py",
+    "generation/test_joint_drafts.py",
     "engine/test_equality.py",
-    "generation/test_thread_end.py",
-    "cli/test_prompts.py",
-    "distributed/test_deaths.py",
 )
 """The files that take longest. They come first, so that no process runs one of them at the end."""
 
@@ -198,7 +201,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    for directory in (*OF_THE_USER, os.path.dirname(os.environ["TESTS_STARTUP_FILE"])):
+    for directory in OF_THE_USER:
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -256,12 +256,13 @@ def test_ctrl_c_while_the_model_loads_is_quiet(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_ctrl_c_in_the_prefill_shows_the_panel(endless: Path, monkeypatch: pytest.MonkeyPatch):
-    def prefill(self: Target, *_: object) -> None:
+    def prefill(self: Target, *_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Target, "prefill", prefill)
-    # The default decoder would first measure step times, with a prefill of its own.
-    result = generate("--model", endless, "--prompt", "a b", "--decoder", "prompt-lookup")
+    options = ("--model", endless, "--prompt", "a b", "--decoder", "prompt-lookup")
+    generate(*options, "--max-tokens", 1)  # now the trials of the model have had their prefills
+    monkeypatch.setattr(Target, "prefill_in_chunks", prefill)
+    result = generate(*options)
     assert result.exit_code == 130
     assert result.stdout == ""
     assert "interrupted" in result.stderr
