@@ -25,7 +25,7 @@ import mlxspec
 from mlxspec import AutoDecoder
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.kept import CostCache, KnownTimes
+from mlxspec.drafting.learned import CostCache, KnownTimes
 from mlxspec.engine.costs import KeptCosts, cost_key
 
 _MOST = 160  # tokens of an answer

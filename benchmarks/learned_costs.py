@@ -22,7 +22,7 @@ from mlxspec.bench.replay import replay
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
 from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
-from mlxspec.drafting.kept import Experience
+from mlxspec.drafting.learned import Experience
 from mlxspec.drafting.measurement import QUICK
 from mlxspec.drafting.planner import Planner, trees_pay
 from mlxspec.drafting.suffix_source import SuffixSource

@@ -4,6 +4,9 @@ The command line prints that line and exits with status 1. Python callers catch
 :class:`MlxspecError` or one of its subclasses.
 """
 
+import operator
+from typing import SupportsIndex
+
 _LONGEST = 1000  # characters of a message
 _LONGEST_NAME = 120
 
@@ -37,6 +40,13 @@ class PromptError(MlxspecError, ValueError):
 
 class OptionError(MlxspecError, ValueError):
     """An option has an invalid value, or options contradict each other."""
+
+
+def whole(name: str, value: object) -> int:
+    """Return an option's value as an int; raise OptionError unless it is a whole number."""
+    if not isinstance(value, SupportsIndex):
+        raise OptionError(f"{name} is {value!r}: choose a whole number")
+    return operator.index(value)
 
 
 class FileError(MlxspecError):

@@ -12,7 +12,7 @@ import pytest
 
 import mlxspec
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.kept import CostCache, KnownTimes
+from mlxspec.drafting.learned import CostCache, KnownTimes
 from mlxspec.engine import costs
 from mlxspec.engine.costs import costs_for
 from tests.support.demo import stand_in_decoder
@@ -78,7 +78,7 @@ def test_nothing_is_logged_by_the_way_while_a_generation_runs(
 WARNS = """
 import logging, sys
 import mlxspec
-from mlxspec.drafting.kept import CostCache, CostKey
+from mlxspec.drafting.learned import CostCache, CostKey
 if sys.argv[1:]:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
 CostCache(__import__("pathlib").Path("/dev/null/x")).update(CostKey({}, {}), {})
@@ -91,7 +91,7 @@ def test_a_program_sees_what_it_has_set_up_to_see(set_up: bool) -> None:
     seen = subprocess.run(arguments, capture_output=True, text=True, check=True).stderr
     if set_up:
         assert seen.startswith(
-            "WARNING mlxspec.drafting.kept: step times and experience cannot be kept in /dev"
+            "WARNING mlxspec.drafting.learned: step times and experience cannot be kept in /dev"
         )
     else:
         assert seen == ""

@@ -13,6 +13,7 @@ from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft, VerifiedStep
 from ..drafting.heads import HeadExperience, HeadSource
 from ..drafting.planner import Planner
+from ..drafting.sources import DrafterSource
 from ..errors import OptionError
 from .policies import AUTO, POLICIES, NewDrafter, ReplayPolicy
 
@@ -107,4 +108,4 @@ def policies_with_head(p_reached: Sequence[float], cost: float) -> dict[str, Rep
 
 
 def _without_text(curve: CostCurve, classes: bytes) -> NewDrafter:
-    return lambda output: Planner(FixedCosts(curve), [NoDraft()], branching=False)
+    return lambda output: Planner(FixedCosts(curve), [DrafterSource(NoDraft())], branching=False)

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from ..corpus.memory import MAX_TOKENS, Memory
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, DraftTree, Limits, VerifiedStep, accept
-from ..drafting.kept import Experience
+from ..drafting.learned import Experience
 from ..drafting.planner import Planner, trees_pay
 from ..drafting.sources import PromptLookupDrafter
 from ..drafting.suffix_source import SuffixSource
 from ..errors import OptionError
+from ..generation.drafting import Auto
 
 # --- the rules of other programs ---
 
@@ -250,9 +251,7 @@ def planned(memory_tokens: int = 0, other: Callable[[], Drafter] | None = None) 
         def new(output: Sequence[int]) -> Drafter:
             if memory:
                 memory.settle()  # so that all outputs so far can be found
-            sources: list[Drafter] = [SuffixSource(classes, experience, memory=memory)]
-            if other is not None:
-                sources.append(other())
+            sources = Auto(memory).sources(classes, experience, other() if other else None)
             costs, branching = FixedCosts(curve), trees_pay(curve)
             return Planner(costs, sources, branching=branching, experience=experience)
 

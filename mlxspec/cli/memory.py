@@ -186,9 +186,9 @@ def show_command(model: str | None, as_json: bool) -> None:
     each source: the context, kept answers, a store, and so on. --json has these figures by day.
     """
     from ..corpus.answers import memory_directory, settings_in_force
-    from ..drafting.kept import experience_directory, kept_experience
+    from ..drafting.learned import experience_directory, experience_files
 
-    settings, kept, taught = settings_in_force(), _kept(_tokenizer_of(model)), kept_experience()
+    settings, kept, taught = settings_in_force(), _kept(_tokenizer_of(model)), experience_files()
     report: dict[str, Any] = {
         "on": settings.everything,
         "max_tokens": settings.max_tokens,
@@ -249,7 +249,7 @@ def forget_command(
         raise OptionError("--matching is empty: give a text, or use --all")
     if everything == (since is not None or matching is not None):
         raise OptionError("choose what to forget: give --all, or --since, --matching or both")
-    from ..drafting.kept import kept_experience
+    from ..drafting.learned import experience_files
 
     first = 0.0 if since is None else _time(since)
     tokenizer = _tokenizer_of(model)
@@ -268,7 +268,7 @@ def forget_command(
         confirm("forget", "Forget them?", "Nothing was forgotten.")
     for kept, rows in found:
         kept.forget(rows)
-    taught = kept_experience() if everything and model is None else []
+    taught = experience_files() if everything and model is None else []
     for path in taught:
         path.unlink(missing_ok=True)
     if taught:

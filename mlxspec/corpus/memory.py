@@ -17,6 +17,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
@@ -330,7 +331,7 @@ class _MemoryWorker:
         tokens = chain(np.array_split(old.tokens, len(old.tokens) // _PIECE + 1), [new.tokens])
         header = {"format": INDEX_FORMAT, "stamp": self._stamp, "last": self._last}
         path = self._answers.index_file
-        with suppress(_Hurried):
+        with suppress(CancelledError):
             if path is None:
                 orders = [*map(self._let_others_run, merged_order(old, new))]
                 segment = SuffixArray(np.concatenate([*tokens]), np.concatenate(orders))
@@ -350,10 +351,6 @@ class _MemoryWorker:
     def _let_others_run(self, piece: np.ndarray) -> np.ndarray:
         """Pause between two pieces of long work; stop the work if the process is ending."""
         if self.hurries:
-            raise _Hurried
+            raise CancelledError
         time.sleep(0)
         return piece
-
-
-class _Hurried(Exception):
-    """The process is ending while answers are being sorted."""

@@ -606,7 +606,7 @@ class LiveCosts:
             if self._last_waiting is not None:
                 # A run of plain steps has ended: take the step that waited, and the last pipelined
                 # one.
-                run = self._last_waiting, *([] if before is None else [before])
+                run = [self._last_waiting] if before is None else [self._last_waiting, before]
                 surplus = sum(run) / self.seconds(1) - len(run)
                 surplus = min(max(surplus, -_MOST_OVERHEAD), _MOST_OVERHEAD)
                 self._live.overhead += _OVERHEAD_RATE * (surplus - self._live.overhead)

@@ -198,9 +198,9 @@ class DraftTree:
     def pruned(self, max_depth: int, vocab_size: int) -> DraftTree:
         """Drop nodes deeper than ``max_depth`` or outside the vocabulary, with their subtrees."""
         nodes = zip(self.tokens, self.depths, strict=True)
-        return self.kept([d <= max_depth and 0 <= token < vocab_size for token, d in nodes])
+        return self.filtered([d <= max_depth and 0 <= token < vocab_size for token, d in nodes])
 
-    def kept(self, keeps: Sequence[bool]) -> DraftTree:
+    def filtered(self, keeps: Sequence[bool]) -> DraftTree:
         """Drop nodes that ``keeps`` excludes, with their subtrees; the root must stay."""
         if all(keeps):
             return self
@@ -455,7 +455,7 @@ def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
     own = {same: node for node, same in reversed(list(enumerate(rows)))}
     return replace(
         step,
-        tree=tree.kept([same is not None for same in verified]),
+        tree=tree.filtered([same is not None for same in verified]),
         choices=tuple(step.choices[row] for row in rows),
         argmaxes=tuple(step.argmaxes[row] for row in rows),
         accepted=tuple(own[node] for node in step.accepted if node in own),

@@ -6,7 +6,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from ..errors import OptionError
+from ..errors import OptionError, whole
 from .drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
 
 GUESS, WINDOW = "guess", "window"
@@ -119,7 +119,7 @@ class LookaheadDrafter(Drafter):
             prompt's n-grams. The output's n-grams are always added.
 
     Raises:
-        OptionError: a size is out of range.
+        OptionError: a size is not a whole number, or out of range.
     """
 
     def __init__(
@@ -129,21 +129,21 @@ class LookaheadDrafter(Drafter):
         guess_set_size: int | None = None,
         pool_from_prompt: bool = True,
     ) -> None:
+        self.window_size = whole("window_size", window_size)
+        self.ngram_size = whole("ngram_size", ngram_size)
         if guess_set_size is None:
             guess_set_size = window_size or 1
+        self.guess_set_size = whole("guess_set_size", guess_set_size)
         if not 2 <= ngram_size <= _LONGEST_NGRAM:
             raise OptionError(f"ngram_size is {ngram_size}: choose 2 to {_LONGEST_NGRAM}")
         widest = _LARGEST_WINDOW // (ngram_size - 1)
-        if not (isinstance(window_size, int) and 0 <= window_size <= widest):
+        if not 0 <= window_size <= widest:
             raise OptionError(
-                f"window_size is {window_size!r}: with n-grams of {ngram_size} choose {widest} "
+                f"window_size is {window_size}: with n-grams of {ngram_size} choose {widest} "
                 "at most, or 0 for none"
             )
         if guess_set_size < 1 and guess_set_size != -1:
             raise OptionError(f"guess_set_size is {guess_set_size}: choose 1 or more, or -1 for 64")
-        self.window_size = window_size
-        self.ngram_size = ngram_size
-        self.guess_set_size = guess_set_size
         self.pool_from_prompt = pool_from_prompt
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -154,8 +154,9 @@ class LookaheadDrafter(Drafter):
         # The output's first n-gram begins with the current token.
         self._read(prompt if self.pool_from_prompt else prompt[-1:])
         self._rows: list[list[int]] = []  # the window's nodes in the current draft
-        sizes = self.window_size, self.ngram_size
-        self._levels = first_window(*sizes, self._text) if self.window_size else []
+        self._levels: Levels = []
+        if self.window_size:
+            self._levels = first_window(self.window_size, self.ngram_size, self._text)
 
     def _read(self, tokens: Iterable[int]) -> None:
         """Add the n-grams that these tokens complete."""

@@ -21,7 +21,7 @@ import numpy as np
 from .costs import CostCurve, Costs
 from .drafter import Drafter, DraftTree, Limits, VerifiedStep, united
 from .heads import HeadSource
-from .kept import Experience
+from .learned import Experience
 from .sources import DrafterSource, forced_chain
 from .suffix_source import SuffixSource
 
@@ -275,9 +275,8 @@ class Planner(Drafter):
 
     Args:
         costs: the costs of steps, which learn from every step.
-        drafters: the sources of drafts. Among siblings with equal probability, the first source's
-            come first. Each drafter except a :class:`SuffixSource` is wrapped in a
-            :class:`DrafterSource`.
+        sources: the sources of drafts. Among siblings with equal probability, the first source's
+            come first.
         branching: whether drafts may be trees; otherwise they are chains.
         experience: the experience of earlier generations, or None.
 
@@ -295,18 +294,19 @@ class Planner(Drafter):
     def __init__(
         self,
         costs: Costs,
-        drafters: Sequence[Drafter],
+        sources: Sequence[SuffixSource | DrafterSource],
         *,
         branching: bool = True,
         experience: Experience | None = None,
     ) -> None:
         self.costs = costs
         self.branching = branching
-        self._sources = [
-            one if isinstance(one, SuffixSource | DrafterSource) else DrafterSource(one)
-            for one in drafters
-        ]
+        self._sources = sources
         self._experience = experience or Experience()
+
+    @property
+    def _all_sources(self) -> Sequence[SuffixSource | DrafterSource | HeadSource]:
+        return [*self._sources, self.head] if self.head else self._sources
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
@@ -318,18 +318,14 @@ class Planner(Drafter):
             if self.costs.wants_plain_steps:
                 self.policy.probe_step = self._experience.probe_step
             self.policy.gain = self._gain_of_chain(_FIRST_DRAFT, self.costs.hopeful.table)
-            for source in self._sources:
+            for source in self._all_sources:
                 source.begin(prompt)
-            if self.head:
-                self.head.begin(prompt)
         except Exception as error:
             self._fails(error)
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
-        for source in self._sources:
+        for source in self._all_sources:
             source.attach(target, perturb)
-        if self.head:
-            self.head.attach(target, perturb)
 
     def search(self, limits: Limits) -> DraftTree:
         """The candidates after the current token, the likeliest first."""
@@ -445,18 +441,19 @@ class Planner(Drafter):
         cost += plan.head_time
         probing = costs.wants_plain_steps
         self.policy.settle(step, cost, gain=plan.gain, probing=probing, charge=charge)
-        for source in self._sources:
+        for source in self._all_sources:
             source.observe(step)
-        if self.head:
-            self.head.observe(step)
 
     def end(self) -> None:
         self._experience.probe_step = self.policy.probe_step
+        faults = []
         for one in (self.costs, self._experience, *self._sources):
             try:
                 one.end()
             except Exception as error:
-                self._fails(error)
+                faults.append(error)
+        for fault in faults:  # once all have ended, since a user drafter's is raised
+            self._fails(fault)
 
     def no_draft(self) -> str:
         """Why the last proposal has no draft; computed on demand, since only ``explain`` needs
@@ -518,9 +515,10 @@ def plan_drafts(
     """
     step = _Step(planners, costs, sequences, rows_taken, patient or sequences == 1)
     plans = step.run_heads(step.search())
-    gain, n_draft = step.choose()
-    pipelined = n_draft == 0 and step.is_pipelined(plans)
-    shares = step.shares(n_draft)
+    nodes = step.sorted_nodes([plan.candidates for plan in plans])
+    gain, n_draft = step.choose(nodes)
+    pipelined = n_draft == 0 and step.is_pipelined(nodes, plans)
+    shares = nodes.shares(n_draft)
     parts = [shares[index] / n_draft if n_draft else 0.0 for index in range(len(plans))]
     return [
         plan._replace(
@@ -534,6 +532,24 @@ def plan_drafts(
     ]
 
 
+class _Nodes(NamedTuple):
+    """The candidates of all sequences that may draft, the best first; parents before children.
+
+    Attributes:
+        trees: the candidates of each sequence, by its index.
+        owners: for each node, the index of its sequence.
+        expected: the expected tokens of a step that verifies the first 0, 1, … nodes.
+    """
+
+    trees: Mapping[int, DraftTree]
+    owners: Sequence[int]
+    expected: Sequence[float]
+
+    def shares(self, n_draft: int) -> Counter[int]:
+        """How many of the first ``n_draft`` nodes belong to each sequence."""
+        return Counter(self.owners[:n_draft])
+
+
 class _Step:
     """A step to plan drafts for; takes the arguments of :func:`plan_drafts`."""
 
@@ -545,55 +561,53 @@ class _Step:
         rows_taken: int,
         patient: bool,
     ) -> None:
-        self._planners, self._depths = [*planners], planners.values()
+        self._planners = [*planners]
         self._costs, self._sequences, self._patient = costs, sequences, patient
         self._policies = [planner.policy for planner in planners]
         self._curve = costs.hopeful
         self._taken = min(rows_taken, self._curve.widest - 1)
         self._max_nodes = self._curve.widest - 1 - self._taken
+        self._table = [0.0, *self._curve.table[1 + self._taken :]]
         # The weight of each sequence's tokens, 1 on average, in proportion to their usual time.
         times = [1 / policy.rate for policy in self._policies]
         self._weights = [time * len(times) / sum(times) for time in times]
         rates = zip(self._policies, self._weights, strict=True)
         self._rate = sum(policy.rate * weight for policy, weight in rates)
         self._rate += sequences - len(planners)
+        self._limits = []
+        for (planner, depth), weight in zip(planners.items(), self._weights, strict=True):
+            scale = sequences / weight  # a row costs all sequences time
+            least_p = [scale * cost for cost in self._curve.cheapest_rows]
+            self._limits.append(Limits(depth, self._max_nodes, planner.branching, least_p))
 
     def search(self) -> list[Plan]:
-        """Ask each planner for its candidates and sort all of them.
+        """Ask each planner for its candidates.
 
         Returns:
             plans with candidates, but no drafts yet.
         """
-        curve, plans = self._curve, list[Plan]()
-        self._limits: list[Limits] = []
-        for planner, depth, weight in zip(self._planners, self._depths, self._weights, strict=True):
-            scale = self._sequences / weight  # a row costs all sequences time
-            least_p = [scale * cost for cost in curve.cheapest_rows]
-            limits = Limits(depth, self._max_nodes, planner.branching, least_p)
-            self._limits.append(limits)
+        plans = []
+        for planner, limits in zip(self._planners, self._limits, strict=True):
             try:
                 plans.append(Plan(planner.search(limits)))
             except Exception as error:  # the others continue
                 plans.append(Plan(fault=error))
-        self._arrange([plan.candidates for plan in plans])
         return plans
 
-    def _arrange(self, candidates: Sequence[DraftTree | None]) -> None:
-        """Sort the candidates of all sequences."""
-        self._drafting = {
+    def sorted_nodes(self, candidates: Sequence[DraftTree | None]) -> _Nodes:
+        """Sort the candidates of all sequences, except of those with a probe."""
+        trees = {
             index: tree
             for index, tree in enumerate(candidates)
             if tree and not self._policies[index].probes
         }
-        # The best first; a node comes after its parent.
         order = sorted(
             (-p * self._weights[index], index)
-            for index, tree in self._drafting.items()
+            for index, tree in trees.items()
             for p in tree.p_reached
         )[: self._max_nodes]
-        self._owners = [index for _, index in order]
-        self._expected = expected_tokens([-p for p, _ in order], self._sequences)
-        self._table = [0.0, *self._curve.table[1 + self._taken :]]
+        owners = [index for _, index in order]
+        return _Nodes(trees, owners, expected_tokens([-p for p, _ in order], self._sequences))
 
     def run_heads(self, plans: list[Plan]) -> list[Plan]:
         """Let trained heads draft, if that should gain more than it costs.
@@ -625,7 +639,6 @@ class _Step:
                 candidates=self._planners[index].with_head(text, tree, self._limits[index]),
                 charge=1 + self._sequences * taken / len(members),
             )
-        self._arrange([plan.candidates for plan in plans])
         return plans
 
     def _time_of_heads(self, depth: int, heads: Sequence[HeadSource]) -> float:
@@ -639,40 +652,37 @@ class _Step:
         A head is assumed to replace text drafts whose next token is less likely right.
         """
         texts, members = [plan.candidates for plan in plans], [*heads.values()]
-        options = [(*self._outcome(self.choose()[1]), 0)]
+        nodes = self.sorted_nodes(texts)
+        options = [(*self._outcome(nodes, self.choose(nodes)[1]), 0)]
         most = min(max(self._limits[index].max_depth for index in heads), self._max_nodes)
         for depth in range(1, min(most, len(members[0].experience.p_accept)) + 1):
             outlooks = {index: head.outlook(depth) for index, head in heads.items()}
             surer = {i: tree for i, tree in outlooks.items() if tree.p_next > plans[i].p_next}
             if not surer:
                 break
-            self._arrange([surer.get(index, text) for index, text in enumerate(texts)])
+            nodes = self.sorted_nodes([surer.get(index, text) for index, text in enumerate(texts)])
             taken = self._time_of_heads(depth, members)
-            if n_draft := self.choose(taken)[1]:
-                tokens, cost = self._outcome(n_draft)
+            if n_draft := self.choose(nodes, taken)[1]:
+                tokens, cost = self._outcome(nodes, n_draft)
                 options.append((tokens, cost + taken, depth))
-        self._arrange(texts)
         price = price_of_time(max(tokens / cost for tokens, cost, _ in options), self._rate)
         _, _, found = max(options, key=lambda option: option[0] - price * option[1])
         trial = any(head.trials and plans[index].p_next < _UNSURE for index, head in heads.items())
         return found or int(trial)
 
-    def _outcome(self, n_draft: int) -> tuple[float, float]:
+    def _outcome(self, nodes: _Nodes, n_draft: int) -> tuple[float, float]:
         """The expected tokens with the first ``n_draft`` nodes, and the step's cost."""
-        return self._expected[n_draft], self._table[n_draft + 1]
-
-    def shares(self, n_draft: int) -> Counter[int]:
-        """How many of the first ``n_draft`` nodes belong to each planner."""
-        return Counter(self._owners[:n_draft])
+        return nodes.expected[n_draft], self._table[n_draft + 1]
 
     def more_time(self, n_draft: int) -> float:
         """The time that ``n_draft`` nodes add to a plain step, over all sequences together."""
         return self._sequences * (self._table[n_draft + 1] / self._table[1] - 1)
 
-    def choose(self, head_time: float = 0.0) -> tuple[float, int]:
+    def choose(self, nodes: _Nodes, head_time: float = 0.0) -> tuple[float, int]:
         """The greatest allowed gain, in tokens, and its number of nodes.
 
         Args:
+            nodes: the nodes to choose from.
             head_time: the time, in plain steps, of the heads that would have to run first.
         """
         policies = self._policies
@@ -681,31 +691,30 @@ class _Step:
         banks = [policy.bank for policy in policies]
 
         def allows(gain: float, n_draft: int) -> bool:
-            shares = self.shares(n_draft)
+            shares = nodes.shares(n_draft)
             more = self.more_time(n_draft) + self._sequences * head_time
-            drafts = [self._drafting[index].p_by_depth(own) for index, own in shares.items()]
+            drafts = [nodes.trees[index].p_by_depth(own) for index, own in shares.items()]
             if expected_shortfall(1 + more, *drafts) > allowed_shortfall(banks, gain):
                 return False
-            return self._patient or self._is_endured(more / self._sequences, shares)
+            return self._patient or self._is_endured(more / self._sequences, nodes, shares)
 
-        return best_draft(self._expected, self._table, self._rate, restart, allows)
+        return best_draft(nodes.expected, self._table, self._rate, restart, allows)
 
-    def _is_endured(self, more_time: float, shares: Counter[int]) -> bool:
+    def _is_endured(self, more_time: float, nodes: _Nodes, shares: Counter[int]) -> bool:
         """Whether each sequence's delay, less its own drafted tokens, is within its patience."""
         return all(
-            more_time
-            - sum(self._drafting[index].p_reached[: shares[index]] if shares[index] else ())
+            more_time - sum(nodes.trees[index].p_reached[: shares[index]] if shares[index] else ())
             <= policy.patience
             for index, policy in enumerate(self._policies)
         )
 
-    def is_pipelined(self, plans: Sequence[Plan]) -> bool:
+    def is_pipelined(self, nodes: _Nodes, plans: Sequence[Plan]) -> bool:
         """Whether a step without drafts need not wait for its tokens.
 
         It need not if drafts after these tokens would gain no more than the wait costs.
         """
         # The others do not wait for a probe of one sequence.
-        if not self._drafting or (self._sequences > 1 and self._costs.wants_plain_steps):
+        if not nodes.trees or (self._sequences > 1 and self._costs.wants_plain_steps):
             return True
         most = self._sequences * self._costs.sync_overhead
         if sum(policy.gain for policy in self._policies) > most:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..errors import OptionError
+from ..errors import OptionError, whole
 from .drafter import (
     Drafter,
     DraftTree,
@@ -40,12 +40,15 @@ class PromptLookupDrafter(Drafter):
         ngram_min: the length of the shortest n-gram.
 
     Raises:
-        OptionError: a number is out of range, or ``ngram_min`` exceeds ``ngram_max``.
+        OptionError: a number is not whole or out of range, or ``ngram_min`` exceeds ``ngram_max``.
     """
 
     branching = False
 
     def __init__(self, n_draft: int = 10, ngram_max: int = 3, ngram_min: int = 1) -> None:
+        self.n_draft = whole("n_draft", n_draft)
+        self.ngram_max = whole("ngram_max", ngram_max)
+        self.ngram_min = whole("ngram_min", ngram_min)
         if n_draft < 1:
             raise OptionError(f"n_draft is {n_draft}: draft 1 token or more, or 0 for none")
         if not 1 <= ngram_min <= ngram_max <= _LONGEST_NGRAM:
@@ -53,9 +56,6 @@ class PromptLookupDrafter(Drafter):
                 f"ngram_min is {ngram_min}, and ngram_max is {ngram_max}: "
                 f"choose 1 <= ngram_min <= ngram_max <= {_LONGEST_NGRAM}"
             )
-        self.n_draft = n_draft
-        self.ngram_max = ngram_max
-        self.ngram_min = ngram_min
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._text: list[int] = []

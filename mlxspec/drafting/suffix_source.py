@@ -24,7 +24,7 @@ from ..corpus.suffix_index import (
 )
 from .acceptance import AcceptanceModel, Estimate
 from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep, united
-from .kept import Experience
+from .learned import Experience
 
 CONTEXT = "context"
 """The origin of drafts from the context itself."""
@@ -103,8 +103,8 @@ class SuffixSource(Drafter):
         index = self._building.result()
         last, tail = index.tokens[-1], index.tokens[-MAX_LENGTH:] if self._others else ()
         depth = min(limits.max_depth, limits.nodes, EXCERPT_TOKENS)
-        own = CONTEXT, index.tokens, index.occurrences(), self._acceptance
-        self._trees = [SuffixTree(last, *own, limits)]
+        found = index.occurrences()
+        self._trees = [SuffixTree(last, CONTEXT, index.tokens, found, self._acceptance, limits)]
         for name, (look_up, acceptance) in self._others.items():
             tokens, occurrences = look_up(tail, _EARLIER_OCCURRENCES, depth)
             if occurrences:

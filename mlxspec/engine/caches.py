@@ -500,19 +500,19 @@ def masked_for(rows: TreeRows, caches: Sequence[Any]) -> Iterator[None]:
             cache.rows = None
 
 
-def move_rows(kept: Iterable[tuple[Sequence[Any], int, Sequence[int]]]) -> None:
+def move_rows(accepted: Iterable[tuple[Sequence[Any], int, Sequence[int]]]) -> None:
     """Move the accepted rows to the start of the step's rows; wait only once for all sequences.
 
     Their RoPE positions are already right: a row's position is its depth, and accepted rows have
     consecutive depths. The rows after them still have to be :func:`cut`.
 
     Args:
-        kept: for each sequence, its caches, all of which can be cut; the position of the step's
+        accepted: for each sequence, its caches, all of which can be cut; the position of the step's
             first row; and the indices of the accepted rows, in order.
     """
     moved: list[tuple[mx.array, Any, mx.array]] = []
     changed: list[Any] = []
-    for caches, start, rows in kept:
+    for caches, start, rows in accepted:
         if not rows or rows[-1] == len(rows) - 1:
             continue
         changed += caches

@@ -31,7 +31,7 @@ from mlx_lm.utils import get_total_parameters
 
 from ..drafting.costs import KnownTime, LiveCosts
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
-from ..drafting.kept import CostCache, CostKey, Identity, KnownTimes, TimesByContext
+from ..drafting.learned import CostCache, CostKey, Identity, KnownTimes, TimesByContext
 from ..drafting.measurement import (
     QUICK,
     QUICK_LONG,
@@ -258,8 +258,9 @@ def calibrate(
         splits = context >= _LEAST_LONG and room >= _SPLIT_ROWS and sequences == 1
         if splits and mx.default_device().type == mx.gpu:
             split = steps.splits_attention(started + plan.seconds / 2)
-        run = steps.plain, steps.drafted
-        times = measure(*run, plan, room, started, time.perf_counter, on_progress)
+        times = measure(
+            steps.plain, steps.drafted, plan, room, started, time.perf_counter, on_progress
+        )
     return KnownTimes(times, plan.source, name=name, split=split)
 
 
@@ -281,9 +282,9 @@ def _repeat(caches: abc.Sequence[Any], length: int, count: int) -> None:
     """Append ``count`` positions to caches, which repeat the first ``length`` ones."""
     for cache in parts(caches):
         if not isinstance(cache, ArraysCache):
-            held = cache.keys[..., :length, :], cache.values[..., :length, :]
-            taken = mx.arange(count) % held[0].shape[2]
-            cache.update_and_fetch(*(array[..., taken, :] for array in held))
+            keys, values = cache.keys[..., :length, :], cache.values[..., :length, :]
+            taken = mx.arange(count) % keys.shape[2]
+            cache.update_and_fetch(keys[..., taken, :], values[..., taken, :])
 
 
 class ModelSteps:

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..corpus.suffix_index import common_length
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
-from ..errors import OptionError
+from ..errors import OptionError, whole
 from .capability import capability_with
 from .sampling import Perturb, draft_values
 from .target import Capability, Target, vocabulary_size
@@ -37,17 +37,17 @@ class DraftModelDrafter(Drafter):
         num_draft_tokens: the most tokens to draft; the default is mlx-lm's.
 
     Raises:
-        OptionError: ``num_draft_tokens`` is below 1.
+        OptionError: ``num_draft_tokens`` is not a whole number, or below 1.
     """
 
     branching = False
     is_fallback = True
 
     def __init__(self, model: nn.Module, num_draft_tokens: int = 2) -> None:
+        self.num_draft_tokens = whole("num_draft_tokens", num_draft_tokens)
         if num_draft_tokens < 1:
             raise OptionError(f"num_draft_tokens is {num_draft_tokens}: draft at least 1 token")
         self.model = model
-        self.num_draft_tokens = num_draft_tokens
         # No trial is needed: if rows differ, that only costs drafts.
         self._capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
         self._attached: tuple[Target, Perturb] | None = None

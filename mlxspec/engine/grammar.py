@@ -192,11 +192,11 @@ class Grammar:
             matcher = matcher.deep_copy()
             tokens = tokens[: matcher.try_consume_tokens(tokens)]
         complete = matcher.is_stopped() and matcher.is_accepting()
-        return (*tokens, *(self._ends[:1] if complete else ()))
+        return (*tokens, *self._ends[:1]) if complete else tuple(tokens)
 
     def allowed(self, tree: DraftTree) -> DraftTree:
         """The nodes of a draft that the constraint allows."""
-        return tree.kept([place is not None for place in self._places(tree)])
+        return tree.filtered([place is not None for place in self._places(tree)])
 
     def masks(self, tree: DraftTree) -> mx.array | None:
         """Which tokens may follow each node.

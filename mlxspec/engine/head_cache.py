@@ -26,19 +26,19 @@ class _Rows(NamedTuple):
         states: the hidden states that the head reads, for all rows of the forward, (rows, width)
             each.
         first: the index of the sequence's first row in the forward.
-        kept: the indices of the sequence's accepted rows.
+        accepted: the indices of the sequence's accepted rows.
         held: the number of rows of the forward, whose states all stay in memory.
     """
 
     tokens: mx.array
     states: Sequence[mx.array]
     first: int
-    kept: Sequence[int]
+    accepted: Sequence[int]
     held: int = 1
 
     def taken(self, array: mx.array, first: int = 0) -> mx.array:
-        """The kept rows of an array."""
-        rows, start = self.kept, first + self.kept[0]
+        """The accepted rows of an array."""
+        rows, start = self.accepted, first + self.accepted[0]
         if rows[-1] - rows[0] == len(rows) - 1:
             return array[start : start + len(rows)]
         return array[mx.array([first + row for row in rows])]
@@ -75,8 +75,8 @@ class HeadCache:
 
     @property
     def length(self) -> int:
-        """The number of positions up to the last kept row."""
-        return self._seen + sum(len(rows.kept) for rows in self._unseen)
+        """The number of positions up to the last accepted row."""
+        return self._seen + sum(len(rows.accepted) for rows in self._unseen)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -85,7 +85,7 @@ class HeadCache:
         return [*held_arrays(self.caches), *unseen]
 
     @property
-    def kept(self) -> list[mx.array]:
+    def to_save(self) -> list[mx.array]:
         """The arrays to save in a file: the entries' positions, then each cache's keys and
         values.
         """
@@ -94,22 +94,22 @@ class HeadCache:
         count = len(self._positions)
         return [mx.array(self._positions), *(one[:, :, :count] for one in held_arrays(self.caches))]
 
-    def resume(self, kept: Sequence[mx.array], length: int) -> None:
+    def resume(self, saved: Sequence[mx.array], length: int) -> None:
         """Continue after ``length`` positions from the arrays of a file, unless they are another
         head's.
         """
         self._seen = length
-        if not kept:
+        if not saved:
             return
         own = HeadCache(self._head, self._hidden, 0)
         own.append(mx.zeros(1, mx.int32), mx.zeros((1, self._head.width)))
         shapes = [array.shape for array in held_arrays(own.caches)]
-        places = cast(list[int], kept[0].tolist()) if kept[0].ndim == 1 else []
+        places = cast(list[int], saved[0].tolist()) if saved[0].ndim == 1 else []
         fitting = [(*shape[:2], len(places), *shape[3:]) for shape in shapes]
         rising = sorted({place for place in places if 0 <= place < length})
-        if places and rising == places and fitting == [array.shape for array in kept[1:]]:
+        if places and rising == places and fitting == [array.shape for array in saved[1:]]:
             self._positions = places
-            pairs = zip(kept[1::2], kept[2::2], strict=True)
+            pairs = zip(saved[1::2], saved[2::2], strict=True)
             # Slices, since a cache may write into its own arrays.
             layers = [(keys[:], values[:], len(places)) for keys, values in pairs]
             self.caches = [for_steps(KVCache.from_state(layer)) for layer in layers]
@@ -152,8 +152,8 @@ class HeadCache:
         held = sum([rows.held for rows in self._unseen])
         while start - self._seen > _MOST_UNSEEN or held > _MOST_HELD:
             held -= self._unseen[0].held
-            self._seen += len(self._unseen.pop(0).kept)
-        self._unseen.append(noted._replace(kept=rows))
+            self._seen += len(self._unseen.pop(0).accepted)
+        self._unseen.append(noted._replace(accepted=rows))
 
     def see(self) -> None:
         """Append the entries of all rows except the last, whose next token is unknown."""
@@ -162,7 +162,7 @@ class HeadCache:
             return
         self.append(tokens[1:], features[:-1])
         last = self._unseen[-1]
-        own = last._replace(kept=last.kept[-1:])
+        own = last._replace(accepted=last.accepted[-1:])
         states = [mx.contiguous(own.taken(array, own.first)) for array in own.states]
         self.has_seen([_Rows(tokens[-1:], states, 0, (0,))])
 
@@ -203,7 +203,7 @@ class HeadCache:
 
     def has_seen(self, left: Sequence[_Rows] = ()) -> None:
         """Record that the head has seen its rows, except ``left``; drop its draft's entries."""
-        seen = self.length - sum(len(rows.kept) for rows in left)
+        seen = self.length - sum(len(rows.accepted) for rows in left)
         if self.caches:
             self._positions += range(self._seen, seen)
         self._seen, self._unseen = seen, [*left]
@@ -214,8 +214,8 @@ class HeadCache:
         left, kept = length - self._seen, []
         for rows in self._unseen:
             if left > 0:
-                kept.append(rows._replace(kept=rows.kept[:left]))
-            left -= len(rows.kept)
+                kept.append(rows._replace(accepted=rows.accepted[:left]))
+            left -= len(rows.accepted)
         self._seen, self._unseen = min(self._seen, length), kept
         entries = self._entries(length)
         del self._positions[entries:]

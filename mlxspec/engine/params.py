@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
 from types import FunctionType
@@ -107,7 +107,7 @@ class SamplingParams:
             mlx-lm's samples for the same seed differ.
 
     Raises:
-        OptionError: a value is out of range.
+        OptionError: a value is of a wrong type or out of range.
     """
 
     temp: float = _option(0.0, "T", "Temperature; 0 is greedy.")
@@ -150,6 +150,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check(self)
+        for processor in self.logits_processors or ():
+            if not callable(processor):
+                raise OptionError(f"logits_processors has {processor!r}: choose functions")
         for token, bias in (self.logit_bias or {}).items():
             if not isinstance(bias, float | SupportsFloat) or not float(bias) < math.inf:
                 raise OptionError(f"logit_bias of token {token} is {bias}: choose a number")
@@ -333,20 +336,31 @@ _MOST = {"top_p": 1, "min_p": 1, "seed": 2**64 - 1, "xtc_probability": 1, "xtc_t
 _CHOICES = {"kv_bits": (2, 3, 4, 5, 6, 8), "kv_group_size": (32, 64, 128)}
 
 
+_KINDS: dict[str, tuple[Any, str]] = {
+    "int": (SupportsIndex, "a whole number"),
+    "float": (SupportsFloat, "a number"),
+    "Sequence[int]": (Iterable, "a list of token ids"),
+    "Mapping[int, float]": (Mapping, "a dict from token ids to numbers"),
+    "Sequence[LogitsProcessor]": (Collection, "a list of functions"),
+    "Sampler": (Callable, "a function"),
+}
+"""What values of a type are, by the type's spelling, and how messages call them."""
+
+
 def _check(params: SamplingParams | CacheOptions) -> None:
     """Refuse values of a wrong type or out of range."""
     for own in fields(params):
         name, value = own.name, getattr(params, own.name)
         kind, _, optional = str(own.type).partition(" | ")
-        needed = {"int": SupportsIndex, "float": SupportsFloat}.get(kind)
-        if not needed or (optional and value is None):
+        if kind not in _KINDS or (optional and value is None):
             continue
+        needed, noun = _KINDS[kind]
         least, most = _LEAST.get(name, 0), _MOST.get(name, _MAX)
         if not issubclass(type(value), needed):
-            wanted = "a number" if kind == "float" else "a whole number"
+            wanted = noun
         elif name in _CHOICES and value not in _CHOICES[name]:
             wanted = f"one of {', '.join(map(str, _CHOICES[name]))}"
-        elif least <= value <= most:
+        elif kind not in ("int", "float") or least <= value <= most:
             continue
         elif most < _MAX:
             wanted = f"it between {least} and {most}"

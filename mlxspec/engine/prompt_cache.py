@@ -167,13 +167,15 @@ def save_prompt_cache(
         metadata: strings for the reader. ``mlx_lm.generate`` expects "model", the model's directory
             or repository, and "tokenizer_config", a JSON object.
         tokens: the tokens that the cache holds, which later generations can draft from.
-        head: a trained head's state for these tokens, from :attr:`.HeadCache.kept`.
+        head: a trained head's state for these tokens, from :attr:`.HeadCache.to_save`.
 
     Raises:
         FileError: the file cannot be written; an existing one is unchanged.
     """
     path = prompt_cache_path(file_name)
-    held = {**(metadata or {}), **({_TOKENS: json.dumps(list(tokens))} if tokens else {})}
+    held = dict(metadata or {})
+    if tokens:
+        held[_TOKENS] = json.dumps(list(tokens))
     try:
         with replaced(path) as file:
             _write(file, cache, held, head)

@@ -1,4 +1,4 @@
-"""One step of decoding: propose, forward, choose, accept, keep, settle.
+"""One step of decoding: propose, forward, choose, accept, move, settle.
 
 A :class:`Sequence` is one generation, :func:`joint_step` runs a step of one or more of them, and a
 :class:`Batch` plans their drafts together.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -216,7 +216,7 @@ class Sequence:
         )
         forward.set_choices(choices, logprobs, self.chooser.greedy)
 
-    def accept(self) -> None:
+    def accept(self) -> Accepted:
         """Wait for the target's choices and walk the tree along them."""
         nodes, tokens = accept(self.tree, cast(list[int], self.forward.choices.tolist()))
         self.finished = len(tokens) >= self.remaining
@@ -224,20 +224,16 @@ class Sequence:
             if self.ends(token):
                 tokens, self.finished = tokens[:count], True
                 break
-        self._accepted = nodes[: len(tokens)], tokens
+        return Accepted(nodes[: len(tokens)], tokens)
 
-    @property
-    def kept_rows(self) -> tuple[int, ...]:
-        """The rows of the step that stay in the caches."""
-        nodes, tokens = self._accepted
-        return 0, *nodes[: len(tokens) - 1]
-
-    def settle(self) -> VerifiedStep:
-        """Commit the accepted rows, which :func:`keep` has moved, and let the drafter observe."""
-        tree, forward, (nodes, tokens) = self.tree, self.forward, self._accepted
+    def settle(self, accepted: Accepted) -> VerifiedStep:
+        """Commit the accepted rows, once :func:`move_accepted` has moved them; let the drafter
+        observe.
+        """
+        tree, forward, (nodes, tokens) = self.tree, self.forward, accepted
         if len(tree) > 1:
             with mx.stream(generation_stream):
-                self.target.commit_moved(self.kept_rows)
+                self.target.commit_moved(accepted.rows)
         self.length += len(tokens)
         self.remaining -= len(tokens)
         self.last = tokens[-1]
@@ -264,13 +260,30 @@ class Sequence:
             pipelined=forward.pipelined,
             ahead=self.ahead is not None,
             context=self.length,
-            logprobs=forward.logprobs_after(self.kept_rows),
+            logprobs=forward.logprobs_after(accepted.rows),
         )
         del self.forward  # frees its arrays
         started = time.perf_counter()
         self.drafter.observe(verified)
         self._uncounted = time.perf_counter() - started
         return verified
+
+
+class Accepted(NamedTuple):
+    """The end of a step.
+
+    Attributes:
+        nodes: the accepted nodes of its tree, from the root's child downwards.
+        tokens: the emitted tokens.
+    """
+
+    nodes: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """The rows that stay in the caches."""
+        return 0, *self.nodes[: len(self.tokens) - 1]
 
 
 @dataclass
@@ -367,10 +380,10 @@ def joint_step(
         running = [*ready, *dispatch(waiting, joint)]
         dispatch_next(running, joint)
         accepted = each(Sequence.accept, running)
-        keep(accepted)
+        move_accepted(accepted)
     except Exception as error:  # from the forward that all share
         return [sequence.fault or error for sequence in sequences]
-    steps = each(Sequence.settle, accepted)
+    steps = each(lambda sequence: sequence.settle(accepted[sequence]), accepted)
     return [steps[own] if own.fault is None else own.fault for own in sequences]
 
 
@@ -442,9 +455,9 @@ def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
         dispatch([*pipelined], joint, ahead=True)
 
 
-def keep(sequences: Iterable[Sequence]) -> None:
+def move_accepted(accepted: abc.Mapping[Sequence, Accepted]) -> None:
     """Move the accepted rows in the caches, for all sequences at once."""
-    moved = [s.target.kept(s.kept_rows) for s in sequences if len(s.tree) > 1]
+    moved = [s.target.to_move(own.rows) for s, own in accepted.items() if len(s.tree) > 1]
     if moved:
         with mx.stream(generation_stream):
             move_rows(moved)

@@ -169,7 +169,7 @@ class Target:
         return [*held_arrays(parts(self.cache)), *(self.head.arrays if self.head else ())]
 
     @property
-    def kept_arrays(self) -> list[mx.array]:
+    def all_arrays(self) -> list[mx.array]:
         """The arrays of the caches, and of the saved states that they can return to."""
         states = [each.arrays for each in (*self._marks, *self._checkpoints)]
         return [*self.arrays, *(array for arrays in states for array in arrays)]
@@ -201,7 +201,7 @@ class Target:
             return {tokens}
         early = max(0, tokens - _AFTER_MARK)
         wanted = self.mark_at - self.length
-        return {early, *([wanted] if 0 < wanted < early else [])}
+        return {early, wanted} if 0 < wanted < early else {early}
 
     def mark(self) -> None:
         """Save the state of the caches that cannot be cut, for a later return to this length."""
@@ -219,13 +219,13 @@ class Target:
             self._checkpoints.append(Snapshot(self._untrimmable, self.length))
             self._unfinished = True
 
-    def kept(self, rows: Sequence[int]) -> tuple[list[Any], int, Sequence[int]]:
+    def to_move(self, rows: Sequence[int]) -> tuple[list[Any], int, Sequence[int]]:
         """The arguments for :func:`move_rows` if these rows of the last forward stay."""
         return [] if self._replays else self.trimmable, self.length, rows
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these rows of the last forward, by node index, and forget the others."""
-        move_rows([self.kept(rows)])
+        move_rows([self.to_move(rows)])
         self.commit_moved(rows)
 
     def commit_moved(self, rows: Sequence[int]) -> None:
@@ -344,8 +344,8 @@ class Target:
 
         The arguments are those of :meth:`copied`.
         """
-        own = self.model, self.capability, self.options
-        forked = type(self)(*own, self.copied(length, room), self._marks.maxlen or 0)
+        cache, marks = self.copied(length, room), self._marks.maxlen or 0
+        forked = type(self)(self.model, self.capability, self.options, cache, marks)
         forked.begin_at(length)
         if self.head:
             forked.head = self.head.copied(length)

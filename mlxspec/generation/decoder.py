@@ -20,7 +20,7 @@ from ..corpus.answers import identify
 from ..corpus.memory import MAX_TOKENS, Memory
 from ..corpus.store import Store
 from ..drafting.drafter import Drafter, checked_drafter
-from ..drafting.kept import Experience
+from ..drafting.learned import Experience
 from ..engine.model_sizes import context_length
 from ..errors import FileError, OptionError
 from ..models.heads.loading import head_for, load_with_head

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from ..corpus.memory import Memory
 from ..drafting.costs import Costs, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft, checked_drafter
-from ..drafting.kept import Experience
+from ..drafting.learned import Experience
 from ..drafting.lookahead import LookaheadDrafter
 from ..drafting.planner import Planner, trees_pay
-from ..drafting.sources import CombinedDrafter, PromptLookupDrafter
+from ..drafting.sources import CombinedDrafter, DrafterSource, PromptLookupDrafter
 from ..drafting.suffix_source import SuffixSource
 
 if TYPE_CHECKING:
@@ -152,6 +152,15 @@ class Auto(Drafting):
         extra = self.extra() if self.extra else None
         return extra.model if isinstance(extra, DraftModelDrafter) else None
 
+    def sources(
+        self, classes: bytes, experience: Experience, extra: Drafter | None = None
+    ) -> list[SuffixSource | DrafterSource]:
+        """What a generation drafts from, with a drafter of the user's own if given."""
+        look_ups = SuffixSource(
+            classes, experience, memory=self.memory, store=self.store, prediction=self.prediction
+        )
+        return [look_ups] if extra is None else [look_ups, DrafterSource(extra)]
+
     def apart(self, memory_tokens: int) -> Self:
         return replace(self, memory=Memory(memory_tokens)) if self.memory else self
 
@@ -163,13 +172,6 @@ class Auto(Drafting):
         if self.memory:
             self.memory.refresh()
         experience = decoder.experience if self.memory or self.learns else Experience()
-        look_ups = SuffixSource(
-            decoder.token_classes,
-            experience,
-            memory=self.memory,
-            store=self.store,
-            prediction=self.prediction,
-        )
         extra = self.extra() if self.extra else None
         draft_model = extra if isinstance(extra, DraftModelDrafter) else None
         costs: Costs = decoder.costs.for_generation()
@@ -179,7 +181,7 @@ class Auto(Drafting):
             costs = FixedCosts(costs.curve, costs.sync_overhead)
         planner = Planner(
             costs,
-            [look_ups, extra] if extra and not draft_model else [look_ups],
+            self.sources(decoder.token_classes, experience, None if draft_model else extra),
             branching=trees_pay(costs.curve) and decoder.capability is Capability.TREE,
             experience=experience,
         )

@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 from ..corpus.answers import SWITCH
 from ..drafting.costs import StepTimes
 from ..drafting.drafter import Drafter
-from ..drafting.kept import Experience, experience_path
+from ..drafting.learned import Experience, experience_path
 from ..engine.caches import smallest_keeping_window
 from ..engine.capability import chain_capability, examine, examine_joint
 from ..engine.costs import KeptCosts, costs_for, model_identity

@@ -24,7 +24,7 @@ from ..engine.params import (
     SamplingParams,
 )
 from ..engine.target import Progress
-from ..errors import OptionError, PromptError
+from ..errors import OptionError, PromptError, whole
 from ..models.chat_template import Message, conversation_ids
 from ..models.model import encode_prompt
 from .session import Session
@@ -113,7 +113,7 @@ def stop_token_ids(
         OptionError: one of ``extra`` is not a single token of the model.
     """
     ids = set(tokenizer.eos_token_ids)
-    for token in [extra] if isinstance(extra, (int, str)) else extra:
+    for token in [extra] if isinstance(extra, str) or not isinstance(extra, Iterable) else extra:
         token_id: Any = token
         if isinstance(token, str):
             token_id = tokenizer.get_vocab().get(token)
@@ -201,11 +201,10 @@ def check_names(options: Mapping[str, Any]) -> None:
 
 def checked_max_tokens(max_tokens: object) -> int:
     """Return ``max_tokens`` as an int; raise OptionError unless it is a positive whole number."""
-    if not isinstance(max_tokens, SupportsIndex):
-        raise OptionError(f"max_tokens is {max_tokens!r}: choose a whole number")
-    if operator.index(max_tokens) < 1:
-        raise OptionError(f"max_tokens is {max_tokens}: generate at least 1 token")
-    return operator.index(max_tokens)
+    number = whole("max_tokens", max_tokens)
+    if number < 1:
+        raise OptionError(f"max_tokens is {number}: generate at least 1 token")
+    return number
 
 
 def stop_texts(stop: str | Iterable[str]) -> tuple[str, ...]:

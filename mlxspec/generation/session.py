@@ -156,7 +156,7 @@ class Session:
     def nbytes(self) -> int:
         """The bytes of MLX arrays that the session keeps between two generations."""
         target = self._target
-        held = target.kept_arrays if target else [*held_arrays(parts(self._given)), *self._head]
+        held = target.all_arrays if target else [*held_arrays(parts(self._given)), *self._head]
         return sum(array.nbytes for array in {id(array): array for array in held}.values())
 
     def save(
@@ -178,7 +178,7 @@ class Session:
                 raise OptionError("session cannot be saved: its model is split over machines")
             with mx.stream(generation_stream):
                 cache = [as_mlx_lms(layer) for layer in target.cache] if target else self._given
-                head = target.head.kept if target and target.head else self._head
+                head = target.head.to_save if target and target.head else self._head
                 save_prompt_cache(file_name, cache, metadata, tokens=self._tokens, head=head)
         finally:
             self._in_use.release()

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from mlxspec.cli.calibrate import calibrate_command
 from mlxspec.cli.common.output import ProgressBar
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.kept import KnownTimes
+from mlxspec.drafting.learned import KnownTimes
 from mlxspec.engine import costs
 from mlxspec.engine.patches import split_from
 

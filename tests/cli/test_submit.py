@@ -13,7 +13,7 @@ from mlxspec.bench.measure import BACKENDS
 from mlxspec.bench.prompts import BenchPrompt, message
 from mlxspec.bench.submission import read
 from mlxspec.cli.bench import bench_command
-from mlxspec.drafting.kept import KnownTimes
+from mlxspec.drafting.learned import KnownTimes
 from mlxspec.engine import costs
 from mlxspec.errors import FileError
 from tests.cli.test_bench import liar

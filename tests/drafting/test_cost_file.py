@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxspec.drafting.costs import WIDEST, KnownTime, LiveCosts
-from mlxspec.drafting.kept import CostCache, CostKey, KnownTimes
+from mlxspec.drafting.learned import CostCache, CostKey, KnownTimes
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
 

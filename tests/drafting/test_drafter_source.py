@@ -80,3 +80,24 @@ def test_probabilities_that_a_drafter_knows_are_taken_and_a_limit_is_an_integer(
     assert found.p_reached == (0.9, 0.3)
     assert found.origins == ("Knowing",) * 2
     assert source.search(Limits(1, 12, True, [])).p_reached == (0.9,)
+
+
+def test_all_sources_end_even_if_a_user_s_drafter_raises() -> None:
+    class Ending(Always):
+        def __init__(self, name: str, fails: bool = False) -> None:
+            self._name, self._fails = name, fails
+
+        def end(self) -> None:
+            ended.append(self._name)
+            if self._fails:
+                raise KeyError("a user's fault")
+
+    ended: list[str] = []
+    planner = Planner(
+        FixedCosts(CostCurve([(1, 1.0), (32, 1.1)])),
+        [DrafterSource(Ending("first", fails=True)), DrafterSource(Ending("second"))],
+    )
+    planner.begin([1, 2, 3])
+    with pytest.raises(KeyError, match="a user's fault"):
+        planner.end()
+    assert ended == ["first", "second"]

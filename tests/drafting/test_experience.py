@@ -13,7 +13,7 @@ from mlxspec.drafting import planner as planning
 from mlxspec.drafting.acceptance import Corrections, probability
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import FixedCosts
-from mlxspec.drafting.kept import Experience
+from mlxspec.drafting.learned import Experience
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.suffix_source import SuffixSource
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.drafting import kept as experience_file
+from mlxspec.drafting import learned as experience_file
 from mlxspec.drafting.acceptance import TOKEN_FEATURES
-from mlxspec.drafting.kept import CostCache, CostKey, Experience, experience_path
+from mlxspec.drafting.learned import CostCache, CostKey, Experience, experience_path
 
 
 def taught(experience: Experience, *features: int, right: bool = True, times: int = 60) -> None:
@@ -161,13 +161,13 @@ def test_few_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for age, path in enumerate(paths):
         taught(Experience(path), 3)
         os.utime(path, (age, age))
-    assert {*experience_file.kept_experience()} == {*paths[2:]}
+    assert {*experience_file.experience_files()} == {*paths[2:]}
 
 
 WRITES = """
 import sys
 from pathlib import Path
-from mlxspec.drafting.kept import Experience
+from mlxspec.drafting.learned import Experience
 experience = Experience(Path(sys.argv[1]), iter(range(0, 10**9, 60)).__next__)
 print("ready", flush=True)
 while True:

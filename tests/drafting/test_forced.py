@@ -34,7 +34,7 @@ class Spelled:
         paths: list[list[int]] = [[]]
         for token, parent in zip(tree.tokens[1:], tree.parents[1:], strict=True):
             paths.append([*paths[parent], token])
-        return tree.kept([any(t[: len(path)] == path for t in self._texts) for path in paths])
+        return tree.filtered([any(t[: len(path)] == path for t in self._texts) for path in paths])
 
     def _following(self, path: list[int]) -> list[int]:
         return [t[len(path)] for t in self._texts if t[: len(path)] == path and len(t) > len(path)]

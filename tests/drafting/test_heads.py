@@ -19,6 +19,7 @@ from mlxspec.drafting.drafter import (
 )
 from mlxspec.drafting.heads import HEAD, HeadExperience, HeadSource
 from mlxspec.drafting.planner import Planner, plan_drafts
+from mlxspec.drafting.sources import DrafterSource
 from mlxspec.drafting.suffix_source import SuffixSource
 
 FLAT = CostCurve([(1, 1), (32, 1.3)])
@@ -75,7 +76,7 @@ def noise(length: int, seed: int = 1) -> list[int]:
 
 
 def planner_of(head: HeadSource, curve: CostCurve = FLAT, text: bool = False) -> Planner:
-    sources = [SuffixSource()] if text else [NoDraft()]
+    sources = [SuffixSource() if text else DrafterSource(NoDraft())]
     planner = Planner(FixedCosts(curve), sources, branching=False)
     planner.head = head
     return planner
@@ -275,7 +276,7 @@ def test_wherever_a_head_fails_the_output_continues(name: str, planning_faults: 
 
 
 def test_a_head_whose_drafts_are_too_dear_waits_for_no_token() -> None:
-    planner = Planner(FixedCosts(FLAT), [NoDraft()])
+    planner = Planner(FixedCosts(FLAT), [DrafterSource(NoDraft())])
     planner.head = Scripted(cost=5)
     planner.begin([1, 2])
     planner.policy.gain = 0.0
@@ -289,7 +290,7 @@ def test_a_constraint_does_not_keep_it_from_running() -> None:
             return ()
 
         def allowed(self, tree: DraftTree) -> DraftTree:
-            return tree.kept([0 <= token < 1003 for token in tree.tokens])
+            return tree.filtered([0 <= token < 1003 for token in tree.tokens])
 
     head = Scripted([1001, 1002, 1003, 1004])
     planner = begun(head)

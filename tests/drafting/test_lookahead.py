@@ -283,6 +283,9 @@ def test_the_same_generation_drafts_the_same() -> None:
         ((10, 1, 8), "ngram_size is 1"),
         ((10, 5, 0), "guess_set_size is 0"),
         ((10, 5, -2), "guess_set_size is -2"),
+        ((2.5, 5, None), "window_size is 2.5: choose a whole number"),
+        ((10, 2.5, 8), "ngram_size is 2.5: choose a whole number"),
+        ((10, 5, "8"), "guess_set_size is '8': choose a whole number"),
     ],
 )
 def test_impossible_sizes_are_refused(sizes: tuple[int, int, int], message: str) -> None:

@@ -14,7 +14,7 @@ import mlx.nn as nn
 import pytest
 
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.kept import CostCache, KnownTimes
+from mlxspec.drafting.learned import CostCache, KnownTimes
 from mlxspec.engine import costs as measured_costs
 from mlxspec.engine.costs import (
     KeptCosts,

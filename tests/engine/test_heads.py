@@ -342,7 +342,7 @@ def test_a_file_keeps_what_a_head_knows_and_mlx_lm_reads_it(kind: str, tmp_path:
     target.prefill(PROMPT)
     assert target.head
     layers = [as_mlx_lms(layer) for layer in target.cache]
-    for name, head in (("with", target.head.kept), ("without", [])):
+    for name, head in (("with", target.head.to_save), ("without", [])):
         path = tmp_path / f"{name}.safetensors"
         save_prompt_cache(path, layers, {"model": "m"}, tokens=PROMPT, head=head)
         loaded, metadata = mlx_lm_load(str(path), return_metadata=True)
@@ -359,9 +359,9 @@ def test_a_file_keeps_what_a_head_knows_and_mlx_lm_reads_it(kind: str, tmp_path:
     assert again.head
     again.head.resume(read_prompt_cache(tmp_path / "with.safetensors")[2], len(PROMPT))
     assert again.head.length == len(PROMPT)
-    pairs = zip(again.head.kept, target.head.kept, strict=True)
+    pairs = zip(again.head.to_save, target.head.to_save, strict=True)
     assert all(mx.array_equal(one, other) for one, other in pairs)
-    assert target.head.kept
+    assert target.head.to_save
     assert read_prompt_cache(tmp_path / "without.safetensors")[2] == []
 
 
@@ -384,5 +384,5 @@ def test_what_another_head_has_kept_is_ignored(other: str) -> None:
     target.prefill(PROMPT)
     assert target.head
     assert fresh.head
-    fresh.head.resume(OTHERS[other](*target.head.kept), len(PROMPT))
-    assert (fresh.head.length, fresh.head.kept) == (len(PROMPT), [])
+    fresh.head.resume(OTHERS[other](*target.head.to_save), len(PROMPT))
+    assert (fresh.head.length, fresh.head.to_save) == (len(PROMPT), [])

@@ -11,7 +11,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec import Decoder
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.kept import CostCache, CostKey, KnownTimes
+from mlxspec.drafting.learned import CostCache, CostKey, KnownTimes
 from mlxspec.engine.costs import KeptCosts, costs_for
 from tests.support.examples import LONG
 from tests.support.llamas import repetitive_llama

@@ -298,11 +298,11 @@ class Experience:
             if feature < TOKEN_FEATURES
         }
         self._has_file = _write(self._path, _WEIGHTS, _Weights(weights))
-        for path in kept_experience()[:-_MOST_FILES] if self._has_file else ():
+        for path in experience_files()[:-_MOST_FILES] if self._has_file else ():
             path.unlink(missing_ok=True)
 
 
-def kept_experience() -> list[Path]:
+def experience_files() -> list[Path]:
     """The kept files, the latest written last."""
     found = []
     for path in experience_directory().glob("*.json"):
