@@ -49,7 +49,7 @@ class Drafting:
         return self.maker()
 
     def apart(self, memory_tokens: int) -> Self:
-        """A copy with an empty memory of ``memory_tokens`` tokens, if this has a memory."""
+        """A copy with an empty memory of ``memory_tokens`` tokens; itself if it has no memory."""
         return self
 
     def model_to_run(self, model: nn.Module) -> nn.Module:
@@ -155,7 +155,7 @@ class Auto(Drafting):
     def sources(
         self, classes: bytes, experience: Experience, extra: Drafter | None = None
     ) -> list[SuffixSource | DrafterSource]:
-        """What a generation drafts from, with a drafter of the user's own if given."""
+        """What a generation drafts from, including ``extra``, a drafter of the user's own."""
         look_ups = SuffixSource(
             classes, experience, memory=self.memory, store=self.store, prediction=self.prediction
         )
