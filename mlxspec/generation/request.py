@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
@@ -21,7 +20,6 @@ from ..engine.prompt_cache import CacheLease
 from ..engine.sampling import Chooser
 from ..engine.target import Capability, Target, target_for
 from ..errors import OptionError
-from ..process import hold_at_exit, hold_other_threads
 from .loaded import LoadedModel
 from .options import (
     GenerationOptions,
@@ -280,7 +278,6 @@ class Request:
         """Record how many of the prompt's tokens have run; the last call marks the prefill's
         end.
         """
-        hold_at_exit()
         self.prefilled = self.n_cached + done
         self._prefill_ended = time.perf_counter()
         if self.report_progress:
@@ -364,7 +361,3 @@ class Request:
                 )
             # A finished request must not keep caches and index alive.
             self.lease = self.sequence = self.prefill = None
-
-
-# Registered after the imports above, so that it runs before the handlers of these modules.
-atexit.register(hold_other_threads)
