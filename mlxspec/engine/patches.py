@@ -293,7 +293,7 @@ def _rotating(rope: Function) -> Function:
 
 def _attending(attention: Function) -> Function:
     def attend(queries: mx.array, keys: Any, *args: Any, **kwargs: Any) -> mx.array:
-        """Compute attention, by ``keys.attend`` if there is such a method; split it if that is set."""
+        """Compute attention, by ``keys.attend`` if it exists; split it if that is set."""
         least_keys = _split_from.get()
         own = attention if least_keys is None else functools.partial(_split, attention, least_keys)
         if _positions.get() is None or not hasattr(keys, "attend"):
