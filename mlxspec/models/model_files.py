@@ -68,7 +68,7 @@ def local_path(name: str | os.PathLike[str]) -> Path:
 def absolute_name(name: str) -> str:
     """A model's name, valid from every directory: an existing path becomes absolute."""
     path = local_path(name)
-    return os.path.abspath(path) if name != DEMO and path.exists() else name
+    return os.path.abspath(path) if name != DEMO and os.path.exists(path) else name
 
 
 def given_name(name: str | os.PathLike[str]) -> str:
