@@ -1,21 +1,15 @@
-"""Sets up the process: standard streams, BLAS, heap and environment variables.
-
-It also ends the process, such that no thread is stopped inside MLX.
-"""
+"""Sets up the process: standard streams, BLAS, heap and environment variables."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
-import threading
-import time
 import warnings
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from traceback import walk_stack
 
 
 def open_standard_streams() -> None:
@@ -112,57 +106,3 @@ def mlx_settings() -> str:
 
 INTERRUPTED = 130
 """The exit status after Ctrl-C: 128 + SIGINT, as in shells."""
-
-
-# --- the end of the process ---
-
-_PATIENCE = 10.0  # seconds; a step or a chunk of a prompt takes less
-_THREADS_END = 0.05  # seconds for a thread to end, or to return from its consumer
-
-_other_threads = False
-"""Whether a thread other than the main one has generated text."""
-
-_ending: tuple[int, float] | None = None
-"""The thread that ends the process, and the time until which other threads are blocked.
-
-It is None before the process ends.
-"""
-
-
-def hold_at_exit() -> None:
-    """Block this thread if the process is ending; to be called before each step and each chunk.
-
-    Up to Python 3.13, an interpreter that is ending stops every other thread that requests its
-    lock. If a thread in MLX is stopped like that, the process is aborted ("terminate called without
-    an active exception"). A blocked thread does not request the lock.
-    """
-    global _other_threads
-    _other_threads |= threading.current_thread() is not threading.main_thread()
-    if _ending and _ending[0] != threading.get_ident():
-        # Not for ever, since the program may wait for this thread before it ends.
-        threading.Event().wait(max(0.0, _ending[1] - time.monotonic()))
-
-
-def hold_other_threads() -> None:
-    """Wait until no other thread generates text; to be called when the process ends."""
-    global _ending
-    _ending = threading.get_ident(), time.monotonic() + _PATIENCE
-    while _others_generate() and time.monotonic() < _ending[1]:
-        time.sleep(0.001)
-    if _other_threads:
-        time.sleep(_THREADS_END)  # releases the interpreter's lock
-
-
-_ROOMS = "mlxspec.compat", "mlxspec.engine.", "mlxspec.generation."
-
-
-def _others_generate() -> bool:
-    """Whether another thread is in code that may run the model, and is not blocked."""
-    tops = sys._current_frames()
-    del tops[threading.get_ident()]
-    stacks = ([frame for frame, _ in walk_stack(top)] for top in tops.values())
-    return any(
-        any(frame.f_globals.get("__name__", "").startswith(_ROOMS) for frame in stack)
-        and all(frame.f_code is not hold_at_exit.__code__ for frame in stack)
-        for stack in stacks
-    )

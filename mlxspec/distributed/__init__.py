@@ -7,9 +7,9 @@ parts: forwards of one or several sequences, commits, rewinds, copies of prefixe
 decisions: the followers know nothing of requests, drafters and sampling.
 
 Inside a forward, mlx-lm's layers exchange values: sharded models in each layer (tensor parallel),
-pipelines between the ranks' layers. The leader's messages have separate TCP connections. So they do
-not wait for a running forward, and a rank that dies or hangs is noticed, whatever MLX is waiting
-for.
+pipelines between the ranks' layers. The leader's messages use TCP connections of their own. So they
+do not wait for a running forward, and a dead or hanging rank is noticed even while MLX waits for
+it.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from .launch import end_with
 
 _END, _BEAT = b"end", b"beat"
 _SECONDS_BETWEEN_BEATS = 2.0
-_SECONDS_SILENT = 20.0  # the process hangs or swaps, or power or network is lost
+_SECONDS_SILENT = 20.0  # then a rank is lost: it hangs, swaps, or has no power or network
 
 _SECONDS_TO_CONNECT = 5.0
 _MAX_INVITATION = 1024  # bytes
@@ -55,8 +55,8 @@ def _own_addresses() -> list[str]:
     """The addresses of rank 0, the fastest network first.
 
     ``mlx.launch`` gives the ring back end a file with every rank's addresses, and JACCL a single
-    address. In a ring of cables, not every host is connected to rank 0, so rank 0's host name is
-    added as the last.
+    address. In a ring of cables, not every host is connected to rank 0, so rank 0's host name comes
+    last.
     """
     own = [os.environ.get("MLX_JACCL_COORDINATOR", "")]
     if file := os.environ.get("MLX_HOSTFILE"):
@@ -66,7 +66,7 @@ def _own_addresses() -> list[str]:
 
 
 def _broadcast(text: str) -> str:
-    """Send rank 0's text to every rank; the others pass an empty text."""
+    """Return rank 0's text on every rank; the other ranks pass an empty text."""
     padded = text.encode().ljust(_MAX_INVITATION, b" ") if text else bytes(_MAX_INVITATION)
     summed = mx.distributed.all_sum(mx.array(list(padded), mx.int32), stream=mx.cpu)
     return bytes(cast(list[int], summed.tolist())).decode()
@@ -174,7 +174,7 @@ class Channel:
             self.end(f"Error: rank {rank} {what}, so rank {self._rank} ends, too")
 
     def end(self, line: str) -> NoReturn:
-        """End this process with an error line. After rank 0, the others end without one."""
+        """End this process with an error line. If it is rank 0, the others end silently."""
         self._ending.acquire()  # never released, so that only one rank is named
         self.on_loss(line)
         if self._rank == 0:

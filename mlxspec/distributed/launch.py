@@ -1,4 +1,7 @@
-"""A process started by ``mlx.launch``: its rank, output, end and signals, without importing MLX."""
+"""The rank, output, end and signals of a process that ``mlx.launch`` has started.
+
+Importing this module does not import MLX.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def uninterrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        if usual is not None:  # None while the interpreter shuts down and collects a generation
+        if usual is not None:  # None if a generation is collected at the interpreter's exit
             signal.signal(signal.SIGINT, usual)
         if held:
             signal.raise_signal(signal.SIGINT)

@@ -39,7 +39,7 @@ def load_shard(
 ) -> tuple[nn.Module, TokenizerWrapper]:
     """Load this rank's part of a model, which mlx-lm splits over the ranks of a group.
 
-    Weights are read one by one, and only this rank's part of each stays in memory.
+    Weights are read one at a time, and only this rank's part of each stays in memory.
 
     Args:
         path_or_repo: as for :func:`mlxspec.load`; every rank reads its own copy of the files.
@@ -51,7 +51,7 @@ def load_shard(
     model, tokenizer = load(path_or_repo, lazy=True)
     split(model, group, str(path_or_repo))
     evaluate(model, path_or_repo)
-    # Wait for all, on the CPU: a GPU would time out while a rank reads a slow disk.
+    # Wait for all ranks, on the CPU: a GPU would time out while a rank reads a slow disk.
     mx.eval(mx.distributed.all_sum(mx.array(1.0), stream=mx.cpu))
     return model, tokenizer
 
@@ -63,8 +63,8 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
     only has ``pipeline``, each rank keeps some of the layers, and the ranks take turns.
 
     Raises:
-        LoadError: mlx-lm cannot split this architecture, or its heads or layers over this many
-            ranks.
+        LoadError: mlx-lm cannot split this architecture at all, or its heads or layers cannot
+            be divided equally among the ranks.
     """
     size = group.size()
     model.is_pipeline = not hasattr(model, "shard")
@@ -86,11 +86,11 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
             model.shard(group)
             for place, part in _numbers(model).items():
                 before = whole.get(place, part)
-                repeated = part == 1 and size % before == 0  # too few heads are copied
-                # With a remainder, the model would run but compute something else.
+                repeated = part == 1 and size % before == 0  # if heads are too few, each is copied
+                # With a remainder, the model would run, but its results would be wrong.
                 if part not in (before, before / size) and not repeated:
                     raise ValueError(f"{place}: {before} divided by {size}")
-        # The graph of a forward cannot be built if other shapes do not fit.
+        # If other shapes do not fit, building the graph of a forward raises an error.
         model(mx.array([[0]]), cache=make_prompt_cache(model))
     except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
         what = "layers" if model.is_pipeline else "key-value heads"
@@ -105,7 +105,7 @@ def _kinds(model: nn.Module) -> set[type]:
 
 
 def _numbers(model: nn.Module) -> dict[str, int]:
-    """The integers of all modules, such as heads and dimensions, by their paths."""
+    """By path: the integers in all modules, such as numbers of heads and dimensions."""
     modules = model.named_modules()
     numbers = {f"{path}.{name}": n for path, one in modules for name, n in vars(one).items()}
     return {name: number for name, number in numbers.items() if type(number) is int}
@@ -114,18 +114,20 @@ def _numbers(model: nn.Module) -> dict[str, int]:
 def share(trees: Sequence[DraftTree], tokens: Sequence[mx.array] = ()) -> list[mx.array]:
     """The tokens of each tree, (rows,), on every rank.
 
-    A pipelined token exists only in rank 0's MLX, and is never read into Python. Ranks cannot
-    choose it themselves, because the logits of different chips may differ.
+    A pipelined token exists only as an array on rank 0. The other ranks cannot choose it
+    themselves, since logits may differ between chips.
 
     Args:
-        trees: either all tokens are known, or each tree has one row, whose token is unknown.
+        trees: the draft trees. Either all their tokens are known, or each tree has one row, whose
+            token is unknown.
         tokens: the tokens of each tree, on rank 0; the others pass none.
     """
     if trees[0].tokens[0] >= 0:
         return [mx.array(tree.tokens) for tree in trees]
     own = mx.concatenate([*tokens]) if tokens else mx.zeros(len(trees))
     shared = mx.distributed.all_sum(own.astype(mx.uint32))
-    # In a pipeline, rank 0's forward does not depend on it, and the others would wait for ever.
+    # In a pipeline, rank 0's forward does not use the sum. Without this, rank 0 might not compute
+    # it, and the others would wait for ever.
     mx.async_eval(shared)
     return [shared[n : n + 1] for n in range(len(trees))]
 
@@ -182,7 +184,7 @@ class Leader:
         return self.share_result(LeadingJoint(*args), Joint, *args)
 
     def share_result(self, made: Made, function: Callable[..., Any], *args: Any) -> Made:
-        """Let the followers make the same object as this rank, and repeat the operations on it."""
+        """Have the followers make the same object, so that they can repeat operations on it."""
         number = next(self._numbers)
         self._send(function, args, number)
         self._number(made, number)
@@ -193,18 +195,18 @@ class Leader:
         made.number = number
 
     def run(self, function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
-        """Call a function with the model on every rank."""
+        """On every rank, call a function with the rank's part of a model."""
         with self.repeating(function, model, *args):
             return function(model, *args)
 
     def leads(self, made: LeadingTarget | LeadingJoint) -> bool:
-        """Whether calls are repeated: not while the object is made, nor inside a repeated call."""
+        """Whether followers repeat a call: not while the object is made, nor in a repeated call."""
         return made.number >= 0 and made.number not in self._busy
 
     def fail(self, error: Exception) -> NoReturn:
         """End all ranks after an error in a common operation.
 
-        The followers wait for values that will never come, and would not read any message.
+        The followers are waiting for values that will never come, and would read no message.
         """
         time.sleep(_SECONDS_TO_NOTICE)
         _log.error("rank 0 has failed", exc_info=error)
@@ -222,8 +224,8 @@ class Leader:
     ) -> Iterator[None]:
         """Send a call to the followers; the block runs it here, and interrupts wait for its end.
 
-        A ValueError, such as for a window that cannot be cut, is the same on every rank, and a
-        model that cannot be loaded ends the command. After other errors, all ranks end.
+        A ValueError, such as for a window that cannot be cut, occurs on every rank alike and is
+        left to the caller, as is a LoadError. After any other error, all ranks end.
 
         Args:
             function: a function or class of mlxspec.
@@ -248,9 +250,9 @@ class Leader:
     def _send(
         self, function: Callable[..., Any], args: Sequence[Any], result: int | None
     ) -> set[int]:
-        """Let the followers call a function; return the numbers among its arguments."""
+        """Have the followers call a function; return the numbers of the objects passed to it."""
         with self._turn:
-            # One by one: the garbage collector may add to them at any time.
+            # Take one number at a time, since the garbage collector may add more at any time.
             dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
             message = io.BytesIO()
             pickler = _Pickler(message)
@@ -260,7 +262,7 @@ class Leader:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles objects that have a number as that number."""
+    """Pickles only the number of each object that has one."""
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)
@@ -275,7 +277,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _repeated(method: Callable[..., None], at_followers: Callable[..., None] | None = None) -> Any:
-    """A method that the followers repeat; its arguments are as for :meth:`Leader.repeating`."""
+    """A method that the followers repeat, by calling ``at_followers`` if that is given."""
 
     def repeated(self: LeadingTarget | LeadingJoint, *args: Any) -> None:
         leader, call = self.model.leader, (at_followers or method, self, *args)
@@ -304,7 +306,7 @@ class LeadingTarget(Target):
     commit_moved = _repeated(Target.commit_moved, Target.commit)
 
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
-        """Like :meth:`Target.forward`, but dispatched at once: the other ranks wait for it."""
+        """Like :meth:`Target.forward`, but dispatched at once, since the other ranks wait."""
         leader = self.model.leader
         if not leader.leads(self):
             return super().forward(tokens, tree)
@@ -326,7 +328,7 @@ class LeadingJoint(Joint):
     leave = _repeated(Joint.leave)
 
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
-        """Like :meth:`Joint.forward`, but dispatched at once: the other ranks wait for it."""
+        """Like :meth:`Joint.forward`, but dispatched at once, since the other ranks wait."""
         leader = self.model.leader
         targets, tokens, trees = zip(*members, strict=True)
         with leader.repeating(_forward, self, targets, trees):
@@ -349,7 +351,7 @@ def _forward(runs: Target | Joint, targets: Sequence[Target], trees: Sequence[Dr
         logits, _ = runs.forward([*zip(targets, tokens, trees, strict=True)])
     else:
         logits = runs.forward(tokens[0], trees[0])
-    mx.async_eval(logits)  # the other ranks need its values; this rank does not read the logits
+    mx.async_eval(logits)  # the other ranks wait for values, though nothing reads these logits
 
 
 _CALLS_BETWEEN_CLEARING = 512  # returns outgrown buffers to the system, as in decoding
@@ -386,7 +388,7 @@ def taking_part() -> Iterator[Leader]:
 
 
 def _follow_to_the_end(group: mx.distributed.Group) -> NoReturn:
-    """Follow rank 0 until the process ends, with its farewell or with an error line."""
+    """Repeat rank 0's operations until its farewell or an error ends the process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 gets it, too, and handles it
     try:
         channel = meet(group)
@@ -441,7 +443,7 @@ class Follower:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads a message, which may name only ranges and objects of mlxspec."""
+    """Reads a message, which may refer only to ranges and to what mlxspec defines."""
 
     def __init__(self, file: IO[bytes], known: Mapping[int, Any]) -> None:
         super().__init__(file)

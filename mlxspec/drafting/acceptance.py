@@ -1,4 +1,4 @@
-"""Estimates the probability that a continuation is right (p_accept), and learns from each token."""
+"""Estimates the probability that a continuation is right (p_accept); learns from every token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from ..corpus.suffix_index import Continuation
 
-_RATE = 0.07  # fast enough to follow a user whose requests change
+_RATE = 0.07  # of learning; fast enough to follow a user whose requests change
 
 
 class Corrections(dict[int, float]):
@@ -28,7 +28,7 @@ class Corrections(dict[int, float]):
 
         Args:
             features: the continuation's features.
-            logit: the logit of its p_accept, without corrections.
+            logit: the logit of its p_accept without corrections.
             right: whether it was right.
         """
         error = right - probability(logit + self.logit(features))
@@ -41,7 +41,7 @@ def probability(logit: float) -> float:
     return 1 / (1 + exp(-logit))
 
 
-_NOTHING = repeat(0.0)  # the weights of features that were never seen
+_NOTHING = repeat(0.0)  # the weights of features that have never been seen
 
 
 # The classes of tokens; some are easier to predict than others.
@@ -86,17 +86,17 @@ def _class_of(piece: str) -> int:
 _MAX_LENGTH = 512  # longer matches count as this long
 _LOWEST, _HIGHEST = 1e-4, 0.998
 
-# Smaller errors of a p_accept are ignored, which saves most of the learning in long copies. So
-# p_accept rarely rises above 0.99.
+# If a p_accept is wrong by less than this, nothing is learned, which saves most of the learning in
+# long copies. So p_accept rarely rises above 0.99.
 _SURE = 0.01
-_FIRST_HIT_RATE, _CHANGE = 0.3, 0.1  # of the best continuations
+_FIRST_HIT_RATE, _CHANGE = 0.3, 0.1  # how often best continuations are right: a running average
 
-# Features have numbers, by which experience stores their weights. Each kind of feature starts after
-# the values of the previous kind. Tokens, whose number is unlimited, come last. Forms of a
-# continuation: without a competitor, the best of several, one of the others.
+# Features have numbers, under which experience stores their weights. The numbers of each kind of
+# feature follow those of the previous kind. Tokens, whose number is unlimited, come last. A
+# continuation has one of three forms: without a competitor, the best of several, one of the others.
 _FORMS, _LOWER_RANKED = 3, 2
-_LONGEST_RUN = 10  # as a power of two
-_LENGTH_BOUNDS = (1, 2, 3, 4, 5, 6, 8, 12, 20, 32)  # of the classes of match lengths
+_LONGEST_RUN = 10  # as an exponent of two
+_LENGTH_BOUNDS = (1, 2, 3, 4, 5, 6, 8, 12, 20, 32)  # the bounds of the classes of match lengths
 _NO_GAP = 5
 _RUN = 0
 _CLASSES = _RUN + 2 * (_LONGEST_RUN + 1)
@@ -104,25 +104,26 @@ _LENGTH = _CLASSES + _N_CLASSES**2
 _GAP = _LENGTH + _FORMS * (len(_LENGTH_BOUNDS) + 1)
 _IN_PROMPT = _GAP + _NO_GAP + 1
 TOKEN_FEATURES = _IN_PROMPT + _FORMS * 2
-"""Features from this number on stand for tokens; their weights would reveal texts."""
+"""Features from this number on stand for single tokens. Their weights would reveal texts."""
 
 
 Estimate = tuple[float, float, tuple[int, ...]]
-"""A continuation's p_accept, given that its path is right and the better-ranked continuations are
-wrong; the logit of p_accept without corrections; and its features."""
+"""Of a continuation: its p_accept, given that its path is right and the better continuations are
+wrong; the logit of this p_accept without corrections; and its features."""
 
 
 class AcceptanceModel:
     """A logistic model of a continuation's p_accept, with corrections learned online.
 
-    The evidence is the match's length, the numbers of occurrences that agree and disagree, their
-    distance, the token's class, its rank among the continuations, and the recent hit rate. There
-    are three weight vectors: for continuations without a competitor, for the best of several, and
-    for the others. They were fitted on replayed outputs and are in ``p_accept_prior.json``.
+    The evidence is the match's length, the numbers of occurrences that agree and disagree with the
+    continuation, their distance, the token's class, its rank among the continuations, and the
+    recent hit rate. There are three vectors of weights: for continuations without a competitor, for
+    the best of several, and for the others. They were fitted on replayed outputs, and are in
+    ``p_accept_prior.json``.
 
     Args:
-        classes: the class of each token id; tokens beyond the end are UNKNOWN.
-        earlier: whether the texts are earlier ones instead of the context.
+        classes: the class of each token id; ids beyond the end are UNKNOWN.
+        earlier: whether the continuations come from other, earlier texts instead of the context.
     """
 
     def __init__(self, classes: bytes = b"", *, earlier: bool = False) -> None:
@@ -135,9 +136,9 @@ class AcceptanceModel:
         """Start a generation.
 
         Args:
-            corrections: the corrections of earlier generations; all of them learn, and the first is
-                used. By default, a new one for this generation only.
-            output_start: where the output begins in the index's text.
+            corrections: the corrections of earlier generations. All of them learn, but only the
+                first is used. By default, new corrections for this generation alone.
+            output_start: the index in the text at which the output begins.
         """
         self._corrections = corrections or [Corrections()]
         self._output_start = output_start
@@ -164,7 +165,7 @@ class AcceptanceModel:
         for rank, (token, matched, newest, agreed) in enumerate(found[:limit]):
             if rank > 0:
                 weights, form, gap = self._lower_ranked, _LOWER_RANKED, _NO_GAP
-            elif len(found) > 1:  # how many tokens longer its match is than the next one's
+            elif len(found) > 1:  # the gap: by how many tokens its match is longer than the next
                 gap = min(found[0].length - found[1].length, _NO_GAP - 1)
                 weights, form = self._divided, 1
             else:

@@ -1,7 +1,7 @@
-"""Chips' cost curves, measured or estimated.
+"""The cost curves of chips, measured or estimated.
 
-``chips.json`` names the source of each. ``reported_chips.json`` has those that users have
-submitted; it is made from ``benchmarks/reports``.
+``chips.json`` has the built-in curves, with the source of each. ``reported_chips.json`` has the
+curves that users have submitted; it is made from ``benchmarks/reports``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Chip:
 
     Attributes:
         name: the name to show.
-        curve: its verify cost.
-        source: where the figures come from.
-        estimated: the row counts at which the curve is not measured.
+        curve: the verify cost by rows.
+        source: a text that says where the figures come from.
+        estimated: the numbers of rows whose cost has not been measured.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Chip:
 
     @property
     def about(self) -> str:
-        """A clause that names the estimated points; empty without any."""
+        """A clause that names the estimated points; empty if there are none."""
         rows = ", ".join(map(str, self.estimated))
         return f"{ESTIMATED} estimated at {rows} rows" if rows else ""
 
@@ -59,7 +59,7 @@ def chip_names() -> list[str]:
 
 
 def nearest_chips() -> dict[str, list[str]]:
-    """Apple's chips without a curve, each with the two nearest chips that have one."""
+    """Apple's chips without a curve, each with the names of the two nearest chips that have one."""
     nearest: dict[str, list[str]] = _known()["nearest"]
     return nearest
 
@@ -77,16 +77,16 @@ def known_chip(name: str) -> Chip:
     choice = f"choose one of {', '.join(chip_names())}"
     for other, nearest in nearest_chips().items():
         if _plain(other) == _plain(name):
-            choice = f"the nearest known ones are {' and '.join(nearest)}"
+            choice = f"the nearest known chips are {' and '.join(nearest)}"
     raise OptionError(
-        f"no cost curve for the chip {name!r}: {choice}; on that machine, mlxspec calibrate MODEL "
-        "--json > curve.json measures one for --curve curve.json, and mlxspec bench MODEL "
-        "--submit sends one for the next version"
+        f"no cost curve for the chip {name!r}: {choice}; on a machine with that chip, mlxspec "
+        "calibrate MODEL --json > curve.json measures a curve for --curve curve.json, and mlxspec "
+        "bench MODEL --submit sends one for the next version"
     )
 
 
 def _plain(name: str) -> str:
-    """Normalise a chip's name, to compare it."""
+    """Normalise a chip's name for comparison."""
     return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("apple")
 
 
@@ -100,8 +100,8 @@ def _known() -> dict[str, dict[str, Any]]:
 
 
 def _with_reports(known: dict[str, Any], reported: dict[str, Any]) -> dict[str, Any]:
-    """Add reported chips; built-in curves are not replaced, since published figures rest on
-    them.
+    """Add reported chips. A built-in curve is not replaced by a reported one, since published
+    figures rest on it.
     """
     chips: dict[str, Any] = known["chips"]
     named = {f"{name} reported" if name in chips else name: of for name, of in reported.items()}

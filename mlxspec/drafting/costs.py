@@ -1,8 +1,8 @@
 """The verify cost T(M)/T(1): the cost of a step over M rows, in plain steps.
 
-A :class:`CostCurve` is fixed. :class:`LiveTimes` are times by rows and context length, corrected by
-every step. :class:`LiveCosts` are the costs that they give for one generation. :class:`StepTimes`
-are shown to users.
+A :class:`CostCurve` is fixed. :class:`LiveTimes` has the times by rows and context length, which
+every step corrects. :class:`LiveCosts` derives the costs for one generation from these times.
+:class:`StepTimes` collects times to show to users.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from ..errors import OptionError
 class CostCurve:
     """T(rows) / T(1), linear between known points, and never falling.
 
-    A step could be padded with unneeded rows. So if a point costs less than one with fewer rows,
-    that is noise, and it gets the cost of that one.
+    More rows never really cost less, since a step with fewer rows could be padded. So a point that
+    costs less than a point with fewer rows is noise, and gets the cost of the latter.
 
     Args:
-        points: pairs of rows and cost, rows ascending; the first is (1, 1).
+        points: pairs of rows and cost, with ascending rows; the first is (1, 1).
 
     Attributes:
         rows: the numbers of rows of the points.
         widest: the most rows with a known cost; no wider draft is planned.
         table: ``table[rows]`` is the cost for 1 <= rows <= widest; ``table[0]`` is 0.
-        cheapest_rows: ``cheapest_rows[n]`` is the lowest cost per row of adding any number of rows
-            to 1 + n; infinite at the end.
+        cheapest_rows: ``cheapest_rows[n]`` is the lowest cost per additional row when rows are
+            added to 1 + n, however many; infinite at the end.
 
     Raises:
         OptionError: the points do not form such a curve.
@@ -51,8 +51,8 @@ class CostCurve:
         positive = all(0 < cost < math.inf for cost in costs)
         if points[:1] != [(1, 1)] or rows != sorted(set(rows)) or not positive:
             raise OptionError(
-                f"cost curve with the points {points[:3]}…: give (rows, cost) pairs "
-                "with ascending rows and positive costs, the first (1, 1)"
+                f"cost curve with the points {points[:3]}…: give pairs (rows, cost) with "
+                "ascending rows and positive costs, of which the first is (1, 1)"
             )
         self.rows = rows
         self.widest = rows[-1]
@@ -60,14 +60,14 @@ class CostCurve:
         everywhere = np.arange(1, self.widest + 1)
         table = np.interp(everywhere, at, known)
         self.table: list[float] = [0.0, *table.tolist()]
-        # For each number of rows, the least slope of a line to a later point.
+        # For each number of rows, the least slope of the lines to all later points.
         further = at - everywhere[:, None]
         slopes = np.full(further.shape, np.inf)
         np.divide(known - table[:, None], further, out=slopes, where=further > 0)
         self.cheapest_rows: list[float] = slopes.min(axis=1).tolist()
 
     def __call__(self, rows: int) -> float:
-        """The cost of a step over ``rows`` rows; beyond ``widest`` the last slope continues."""
+        """The cost of a step over ``rows`` rows. Beyond ``widest``, the last slope continues."""
         if rows <= self.widest:
             return self.table[rows]
         before = self.rows[-2] if len(self.rows) > 1 else 0
@@ -76,8 +76,8 @@ class CostCurve:
 
 
 USUAL_SYNC_OVERHEAD = 0.02
-"""The sync overhead to assume until plain steps have waited for a token (notes/planner.md, "The
-wait for a token").
+"""The sync overhead that is assumed until some plain step has waited for a token (notes/planner.md,
+"The wait for a token").
 """
 
 
@@ -87,9 +87,9 @@ class FixedCosts:
 
     Attributes:
         curve: T(rows) / T(1).
-        sync_overhead: the extra cost of a plain step whose forward is dispatched only after the
-            last token was read, as a share of a pipelined step.
-        wants_plain_steps: whether plain steps should run between drafted ones, to be measured.
+        sync_overhead: the time that a plain step takes longer than a pipelined one if its forward
+            is dispatched only after the last token was read, as a share of the pipelined step.
+        wants_plain_steps: whether plain steps should run between drafted ones, to measure them.
     """
 
     curve: CostCurve
@@ -105,7 +105,7 @@ class FixedCosts:
         """Do nothing: the costs hold for all contexts."""
 
     def seconds(self, rows: int) -> float:
-        """The time of a step in plain steps, since real seconds are unknown."""
+        """The time of a step in plain steps instead of seconds, which are unknown."""
         return self.curve(rows)
 
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
@@ -116,49 +116,50 @@ class FixedCosts:
 
 
 WIDEST = 64
-"""The most rows whose cost is predicted; wider steps pay on no known chip."""
+"""The most rows whose cost is predicted. Wider steps do not pay on any known chip."""
 
 # Where these come from: notes/planner.md, "Constants".
-# Variances, all of natural logarithms of seconds. Initial ones:
+# All variances are of natural logarithms of seconds. The initial variances:
 _MACHINE_VARIANCE = 0.3**2  # the machine's speed may change between measurements
-_DRAFTED_VARIANCE = 0.14**2  # real drafts must be proposed, and have other tokens
-_OWN_SHARE = 0.5  # of a measured time's variance; drafted steps share the rest
-_UNSEEN_VARIANCE = 0.11**2  # of a number of rows between two measured ones
-# Of changes from step to step:
+_DRAFTED_VARIANCE = 0.14**2  # unlike in a measurement, drafts must be found and have real tokens
+_OWN_SHARE = 0.5  # of a measured time's variance; the rest is common to all drafted steps
+_UNSEEN_VARIANCE = 0.11**2  # for a number of rows between two measured ones
+# The variances of changes from step to step:
 _MACHINE_CHANGE = 0.008**2
 _DRAFTED_CHANGE = 0.002**2
 _ROWS_CHANGE = 0.002**2
-# Of the noise of one step:
+# The variance of one step's noise:
 _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.07**2, 0.4**2
 
-# The cost of unmeasured numbers of rows is their square root, half-way between rows that cost
-# nothing and rows that cost a plain step each. Published curves lie around it (notes/planner.md,
-# "Costs that nobody knows"). The exponent's standard error reaches both extremes.
+# The cost of an unmeasured number of rows is taken to be its square root. The exponent is half-way
+# between those of rows that cost nothing and of rows that cost a plain step each. Published curves
+# lie around it (notes/planner.md, "Costs that nobody knows"). The exponent's standard error nearly
+# reaches both of these extremes.
 _USUAL_EXPONENT, _EXPONENT_VARIANCE = 0.5, 0.35**2
 _USUAL_ROWS = (2, 4, 8, 16, 32)
-_WIDE = 8  # rows; if these were measured, wider steps follow from them
+_WIDE = 8  # if this many rows were measured, the times of wider steps follow from them
 
-# Hope: an uncertain cost is assumed to be lower by this many standard errors, less the usual error
-# of a measurement. Costs of steps wider than any that ran lately become more and more uncertain,
-# all in the same direction.
+# The hopeful curve takes an uncertain cost to be lower than estimated: by _HOPE standard errors,
+# less the usual error of a measurement. The costs of steps wider than all recent ones become more
+# and more uncertain, all in the same direction.
 _HOPE, _USUAL_ERROR = 2.0, 0.3
 _STEPS_PER_DOUBT = 32
 _DOUBT_VARIANCE = 0.25**2
 _MOST_DOUBT = 1.0
-_FIRST_REACH = 4  # rows up to which there is hope if no draft ran lately
+_FIRST_REACH = 4  # the most rows with a hopeful cost if no draft has run lately
 
 _NOISE_RATE = 0.05
-_NOISE_CLIP = 4.0  # variances
-_OUTLIER = 4.0  # standard deviations
-# After this many consecutive steps, a deviation counts as a lasting change. A burst of another
-# program's work is shorter.
+_NOISE_CLIP = 4.0  # in variances
+_OUTLIER = 4.0  # in standard deviations
+# A deviation that lasts for this many consecutive steps counts as a change. A burst of work in
+# another program is shorter.
 _LASTING = 8
-_NOTICEABLE = 0.02  # relative change of a cost that requires a new curve
+_NOTICEABLE = 0.02  # the relative change of a cost that requires a new curve
 
 STEP_SECONDS = 1e-6, 1e4
-"""Bounds on a step's time; times outside were measured wrongly."""
+"""The least and the most seconds of a step; times outside were measured wrongly."""
 MOST_UNCERTAINTY = 10.0
-"""A relative uncertainty from which a time counts as unknown."""
+"""The relative uncertainty from which a time counts as unknown."""
 
 
 @dataclass(frozen=True)
@@ -166,10 +167,10 @@ class KnownTime:
     """T(rows) and how well it is known.
 
     Attributes:
-        rows: rows of a step; 1 is a pipelined plain step.
+        rows: the rows of a step; 1 is a pipelined plain step.
         seconds: its wall time.
-        uncertainty: relative standard error of ``seconds``.
-        steps: how many steps were measured, in a measurement.
+        uncertainty: the relative standard error of ``seconds``.
+        steps: the number of steps that were measured, if the time comes from a measurement.
     """
 
     rows: Annotated[int, Field(strict=True, ge=1, le=WIDEST)]
@@ -180,16 +181,16 @@ class KnownTime:
 
 @dataclass(slots=True)
 class _Rows:
-    """The state for one number of rows.
+    """What is known about steps with one number of rows.
 
     Attributes:
-        times: seconds as measured, by context.
+        times: the seconds as measured, by context length.
         value: the logarithm of the correction that steps have shown.
         variance: the variance of ``value``.
         power: the factor of the shared exponent.
-        in_curve: the logarithm of its whole correction in the latest curves.
-        latest: the error of its latest step; None before the first.
-        off: how many of its latest consecutive steps were outliers.
+        in_curve: the logarithm of the whole correction, as used in the latest curves.
+        latest: the error of the latest step; None before the first.
+        off: the number of consecutive outliers among the latest steps.
     """
 
     times: list[float]
@@ -208,30 +209,30 @@ class LiveTimes:
     line goes through the times measured at the two nearest lengths. If only one length was
     measured, the context is assumed to make no difference.
 
-    The logarithm of a step's time is modelled as a sum: the measured time, the machine's current
-    speed, a term shared by all drafted steps, and a term for this number of rows. A Kalman filter
-    (Kalman 1960) corrects all of them by each step's time, the uncertain terms most. It keeps the
-    covariances of the shared terms: if a drafted step takes longer than predicted, the next plain
-    steps show whether the machine or the costs have changed. So a hot or busy machine changes the
-    speed but not the costs, which are ratios. The term for a number of rows has its own variance,
-    and its first step settles most of it.
+    The logarithm of a step's time is modelled as a sum of four terms: the measured time, the
+    machine's current speed, a term that all drafted steps share, and a term for this number of
+    rows. A Kalman filter (Kalman 1960) corrects the last three by each step's time, and the most
+    uncertain of them the most. It keeps the covariances of the shared terms: if a drafted step
+    takes longer than predicted, the next plain steps show whether the machine or the costs have
+    changed. So a hot or busy machine changes the speed, but not the costs, which are ratios. The
+    term for a number of rows has its own variance, most of which the first such step removes.
 
-    If wide steps were never measured, rows begin with their typical cost: a power of their number
-    whose exponent is also shared, so one real step corrects them all.
+    If wide steps were never measured, they begin with a typical cost: a power of the number of
+    rows, whose exponent is also a shared term, so one real step corrects them all.
 
-    An outlier is ignored, until several consecutive steps with the same number of rows are
-    outliers. If all steps were, the machine has changed.
+    An outlier is ignored unless several consecutive steps with the same number of rows are
+    outliers. If all recent steps are outliers, the machine has changed.
 
-    Drafts that look expensive are not made, so their costs would never be corrected. So drafts are
-    planned with the :meth:`hopeful` curve, and costs that no step has shown lately become
-    uncertain.
+    Drafts that look expensive are never made, so their costs would never be corrected. Therefore
+    drafts are planned with the :meth:`hopeful` curve, and costs become uncertain if no step has
+    shown them lately.
 
     Args:
-        known: for each context length, measured times in any order, including a plain step's.
-            However noisy they are, the curves are finite.
+        known: for each context length, measured times in any order, including that of a plain step.
+            However noisy the times are, the curves are finite.
 
     Attributes:
-        overhead: the sync overhead, a running average.
+        overhead: the running average of the sync overhead.
     """
 
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
@@ -243,8 +244,8 @@ class LiveTimes:
         errors = {rows: time.uncertainty for rows, time in measured[0].items()}
         plain = errors.pop(1)
         seconds = _completed([{r: t.seconds for r, t in times.items()} for times in measured])
-        # The shared terms, and their covariances: the logarithms of the machine's current speed and
-        # of the drafted steps' term; the usual exponent.
+        # The shared terms, and their covariances: the logarithm of the machine's current speed, the
+        # logarithm of the drafted steps' term, and the usual exponent.
         self._shared = np.array([0.0, 0.0, _USUAL_EXPONENT])
         drafted = _DRAFTED_VARIANCE + plain**2
         self._covariance = np.diag([_MACHINE_VARIANCE, drafted, _EXPONENT_VARIANCE])
@@ -259,10 +260,10 @@ class LiveTimes:
                 if rows > self._measured:
                     self._rows[rows] = self._unseen(rows)
         self._steps_since_doubt, self._widest_since_doubt, self._reach = 0, 1, _FIRST_REACH
-        self._doubt, self._beyond = 0.0, WIDEST  # variance of the costs of more rows than these
-        # If plain steps scattered so much that T(1) is hardly known, others will scatter, too.
+        self._doubt, self._beyond = 0.0, WIDEST  # an extra variance, for more rows than ``_beyond``
+        # If plain steps scattered so much that T(1) is hardly known, other steps will, too.
         self._noise = min(max(_FIRST_NOISE, plain**2), _MOST_NOISE)
-        self._off = 0  # how many of the latest consecutive steps were outliers
+        self._off = 0  # the number of consecutive outliers among the latest steps
         self.overhead = USUAL_SYNC_OVERHEAD
         self._curves: dict[int, tuple[CostCurve, CostCurve]] = {}
         self._forget_curves()
@@ -272,24 +273,24 @@ class LiveTimes:
         return self._both(context)[0]
 
     def hopeful(self, context: int) -> CostCurve:
-        """The lowest plausible costs: below :meth:`curve` where it is uncertain.
+        """The lowest plausible costs: lower than :meth:`curve` where that is uncertain.
 
-        There is hope for small numbers of rows, and for up to twice as many as ran lately.
+        They are lower only for few rows, and for up to twice as many rows as have run lately.
         """
         return self._both(context)[1]
 
     @property
     def slowdown(self) -> float:
-        """The current time of a plain step relative to the measured one; above 1 on a hot or busy
-        machine.
+        """The current time of a plain step divided by the measured one; more than 1 on a hot or
+        busy machine.
         """
         return math.exp(self._shared[0])
 
     @property
     def stddev(self) -> float:
-        """The relative standard error shared by the costs of all drafted steps.
+        """The relative standard error that the costs of all drafted steps share.
 
-        It becomes small only if both plain and drafted steps run.
+        It becomes small only if both plain steps and drafted steps run.
         """
         return math.sqrt(max(self._covariance[1, 1], 0.0))
 
@@ -334,12 +335,12 @@ class LiveTimes:
                 own.variance += _MACHINE_VARIANCE
             variance += _MACHINE_VARIANCE
         own.off = self._off = 0
-        # The error is spread over all terms of the step's time, mostly to the uncertain ones.
+        # The error is divided among all terms of the step's time; uncertain terms take most of it.
         gain, shared = error / variance, covariance @ parts
         self._shared = self._shared + gain * shared
         self._covariance = covariance - shared[:, None] * (shared / variance)
         own.value += own.variance * gain
-        settled = (own.variance + doubt) / variance  # the part of both that this step explains
+        settled = (own.variance + doubt) / variance  # the part of both that this step removes
         own.variance -= own.variance * settled
         if doubt:
             for other_rows, other in self._rows.items():
@@ -351,9 +352,10 @@ class LiveTimes:
             self._forget_curves()
 
     def ran(self, rows: int) -> None:
-        """Count a step, recorded or not.
+        """Count a step, whether or not it is recorded.
 
-        From time to time, the costs of steps wider than all recent ones become less certain.
+        After every ``_STEPS_PER_DOUBT`` steps, the costs of steps wider than all of these become
+        less certain.
         """
         self._widest_since_doubt = max(self._widest_since_doubt, rows)
         self._steps_since_doubt += 1
@@ -366,7 +368,7 @@ class LiveTimes:
         self._forget_curves()
 
     def known(self, *, assumed: bool = True) -> dict[int, list[KnownTime]]:
-        """The times known now, for each measured context length, at the machine's usual speed.
+        """The times as corrected so far, by context length, at the machine's usual speed.
 
         Args:
             assumed: whether to include rows that were neither measured nor run.
@@ -379,7 +381,7 @@ class LiveTimes:
             for rows, own in sorted(self._rows.items()):
                 if assumed or rows <= self._measured or own.latest is not None:
                     seconds = self._time(own, context) * math.exp(self._correction(own))
-                    # Include the doubt, or short processes would trust wrong times for ever.
+                    # Without the doubt, short processes would trust wrong times for ever.
                     doubt = self._doubt / _OWN_SHARE if rows > self._beyond else 0.0
                     variance = own.variance + doubt + exponent * own.power**2
                     times.append(KnownTime(rows, seconds, math.sqrt(variance)))
@@ -405,7 +407,7 @@ class LiveTimes:
             own.in_curve = self._correction(own)
 
     def _both(self, context: int) -> tuple[CostCurve, CostCurve]:
-        """The curve at a context length, and the hopeful curve."""
+        """The curve and the hopeful curve at a context length."""
         if context not in self._curves:
             plain = self._time(self._plain, context)
             points, hopeful = [(1, 1.0)], [(1, 1.0)]
@@ -419,7 +421,7 @@ class LiveTimes:
         return self._curves[context]
 
     def _hope(self, rows: int, own: _Rows) -> float:
-        """How much the logarithm of a cost may plausibly be too high."""
+        """The most by which the logarithm of a cost may plausibly be too high."""
         if rows > self._reach:
             return 0.0
         parts = np.array([0.0, 1.0, own.power])
@@ -433,7 +435,7 @@ class LiveTimes:
             last = self._rows.get(self._measured, self._plain)
             variance, power = last.variance + _UNSEEN_VARIANCE, math.log(rows / self._measured)
             return _Rows(last.times, variance, last.value, power)
-        # The curves' times, without the corrections shared by all rows.
+        # The times of the curves, without the corrections that all rows share.
         common = math.exp(self._shared[1])
         times = [
             self._time(self._plain, context) * self.curve(context)(rows) / common
@@ -443,26 +445,30 @@ class LiveTimes:
         return _Rows(times, variance + _UNSEEN_VARIANCE)
 
     def _learn_noise(self, difference: float) -> None:
-        """Learn from the difference between two steps with the same rows, whose cost cancels
-        out.
+        """Learn the noise from the difference of two steps with the same number of rows, in which
+        their cost cancels out.
         """
         squared = min(difference * difference / 2, _NOISE_CLIP * self._noise)
         noise = self._noise + _NOISE_RATE * (squared - self._noise)
         self._noise = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
 
 
-# The terms of a plain step's logarithm, and the terms that change if only plain steps change.
+# The shared terms in the logarithm of a plain step's time, and how they change if only plain steps
+# change.
 _MACHINE, _PLAIN_ALONE = np.array([1.0, 0.0, 0.0]), np.array([1.0, -1.0, 0.0])
 _PLAIN_STEP_CHANGE = np.diag([_MACHINE_CHANGE, 0.0, 0.0])
 _DRAFTED_STEP_CHANGE = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0])
 
 
 def _completed(measured: list[dict[int, float]]) -> list[dict[int, float]]:
-    """Fill in missing times by rows, in one dict for each context length, the shortest first.
+    """Fill in missing times.
 
-    Afterwards all lengths have the rows of the shortest one, and no time falls as the context
-    grows. For a time that was not measured, the effect of a longer context follows from its effect
-    on other times.
+    Afterwards all context lengths have the rows of the shortest one, and no time falls as the
+    context grows. For a time that was not measured, the effect of a longer context is derived from
+    its effect on other times.
+
+    Args:
+        measured: for each context length, the shortest first, the times by rows.
     """
     times = measured[:1]
     for own in measured[1:]:
@@ -478,27 +484,27 @@ def _extended(points: list[tuple[int, float]]) -> CostCurve:
     """The curve through these points, extended to ``WIDEST`` rows."""
     rows = points[-1][0]
     if rows < WIDEST:
-        # In proportion to the rows, as if each further block cost as much as the first: too much if
-        # the curve is flat, and right on average if it has stairs.
+        # The cost grows in proportion to the rows, as if each further block of rows cost as much as
+        # the first. That is too much if the curve is flat, and right on average if it has stairs.
         points = [*points, (WIDEST, max(cost for _, cost in points) * WIDEST / rows)]
     return CostCurve(points)
 
 
-_MOST_OVERHEAD = 0.5  # share of a plain step
-_OVERHEAD_RATE = 0.1  # weight of the newest run of plain steps
-_PLAIN_STEPS_PER_LESSON = 8  # consecutive; learning from each would slow them down
+_MOST_OVERHEAD = 0.5  # as a share of a plain step
+_OVERHEAD_RATE = 0.1  # the weight of the newest run of plain steps
+_PLAIN_STEPS_PER_LESSON = 8  # consecutive steps; learning from every one would slow them down
 _LEAST_CONTEXT_STEP = 64  # positions
-_MOST_STDDEV = 0.04  # of the drafted steps' shared term, before plain steps are wanted
-_OTHER_SEQUENCES = 0.15  # of a cost measured with another number of sequences
+_MOST_STDDEV = 0.04  # of the drafted steps' shared term; beyond it, plain steps are wanted
+_OTHER_SEQUENCES = 0.15  # uncertainty of a cost measured with another number of sequences
 
 
 class LiveCosts:
     """T(rows)/T(1) at the current context length, corrected by every step.
 
-    Concurrent generations each have their own :meth:`for_generation`, and learn together.
+    Concurrent generations learn together, but each uses its own :meth:`for_generation`.
 
     Args:
-        known: measured times, as for :class:`LiveTimes`.
+        known: the measured times, as for :class:`LiveTimes`.
     """
 
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
@@ -509,18 +515,18 @@ class LiveCosts:
         self._begin_run()
 
     def for_generation(self) -> Self:
-        """The same costs, for one generation: with its context length and its runs of steps."""
+        """These costs for one generation, which has its own context length and runs of steps."""
         own = copy.copy(self)
         own._begin_run()
         return own
 
     def for_sequences(self, count: int) -> LiveCosts:
-        """The costs of joint steps of ``count`` sequences, learned only from such steps.
+        """The costs of joint steps of ``count`` sequences, which only such steps correct.
 
         One row stands for a plain step of all sequences, and each further row is a draft row. Until
-        joint steps have run, they are assumed to cost as much as the same number of rows of one
-        sequence, except for attention: each sequence attends to its own context. The wait for a
-        token is assumed to be the same.
+        joint steps have run, a joint step is assumed to cost as much as a step of one sequence with
+        the same number of rows, except that each sequence attends to its own context. The sync
+        overhead is assumed to be the same.
         """
         with self._lock:
             if count not in self._joint:
@@ -530,23 +536,23 @@ class LiveCosts:
             return self._joint[count].for_generation()
 
     def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
-        """New costs for ``count`` sequences, initialised from ``known``."""
+        """New costs for ``count`` sequences, which begin with ``known``."""
         return LiveCosts(known)
 
     def end(self) -> None:
         """Do nothing at the end of the generation."""
 
     def _begin_run(self) -> None:
-        """Forget the latest steps: each generation has its own runs."""
-        self._plain_steps = 0  # consecutive
-        # Seconds in the last run of plain steps: of the step that waited, and of the last pipelined
-        # one.
+        """Forget the latest steps, since each generation has its own runs of steps."""
+        self._plain_steps = 0  # consecutive ones
+        # In the last run of plain steps: the seconds of the step that waited, and of the last
+        # pipelined one.
         self._last_waiting: float | None = None
         self._last_pipelined: float | None = None
 
     def move_to(self, context: int) -> None:
-        """Set the context's length in positions; cheap enough for every step."""
-        # Rounded to steps of 3 to 6 %, so that new curves are rarely needed.
+        """Set the context's length in positions; takes so little time that every step can do it."""
+        # The length is rounded by 3 to 6 %, so that new curves are rarely needed.
         step = max(_LEAST_CONTEXT_STEP, 1 << max(context.bit_length() - 5, 0))
         self._context = context // step * step
 
@@ -569,31 +575,33 @@ class LiveCosts:
 
     @property
     def sync_overhead(self) -> float:
-        """The time that waiting for its token adds to a plain step, as a share of the step's
-        time.
+        """The time that a plain step takes longer if it waits for the last token, as a share of
+        its time.
         """
         return max(self._live.overhead, 0.0)
 
     @property
     def wants_plain_steps(self) -> bool:
-        """Whether plain steps should run between drafted ones, to measure the cost of drafts.
+        """Whether plain steps should run between drafted ones, to measure T(1).
 
-        Nothing else distinguishes costs from the machine's speed. If plain steps hardly ever ran, a
-        T(1) that was measured on a busy machine would persist, and make all drafts look cheap.
+        Only they show whether the costs or the machine's speed have changed. If plain steps hardly
+        ever ran, a T(1) that was measured on a busy machine would stay, and make all drafts look
+        cheap.
         """
         return self._live.stddev > _MOST_STDDEV
 
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         """Learn from a step.
 
-        Plain steps show T(1) only in the middle of a pipeline. The first step waits for its token
-        and for part of the second's forward, and the last one finds its forward nearly done. The
-        time that the two take beyond 2 T(1) is the sync overhead.
+        Plain steps take the time T(1) only in the middle of a run of pipelined steps. The first
+        step waits for its token and for a part of the second step's forward, and the last step
+        finds its forward nearly done. The time that the first and the last step together take
+        beyond 2 T(1) is the sync overhead.
 
         Args:
-            rows: its rows.
-            seconds: its wall time; for a pipelined step of a single sequence, the time without the
-                drafter's.
+            rows: the step's rows.
+            seconds: its wall time; for a pipelined step of a single sequence, without the drafter's
+                time.
             pipelined: whether its forward was dispatched during the previous step.
         """
         with self._lock:
@@ -604,8 +612,8 @@ class LiveCosts:
         before, self._last_pipelined = self._last_pipelined, seconds if pipelined else None
         if not pipelined:
             if self._last_waiting is not None:
-                # A run of plain steps has ended: take the step that waited, and the last pipelined
-                # one.
+                # A run of plain steps has ended. The overhead shows in the step that waited and the
+                # last pipelined step.
                 run = [self._last_waiting] if before is None else [self._last_waiting, before]
                 surplus = sum(run) / self.seconds(1) - len(run)
                 surplus = min(max(surplus, -_MOST_OVERHEAD), _MOST_OVERHEAD)
@@ -614,7 +622,7 @@ class LiveCosts:
         if rows == 1:
             if not pipelined or before is None:
                 return
-            seconds = before  # the previous step, now known not to be the last
+            seconds = before  # of the previous step, which was not the last of its run
             self._plain_steps += 1
             surplus = self._plain_steps - _PLAIN_STEPS_PER_LESSON
             if surplus > 0 and surplus % _PLAIN_STEPS_PER_LESSON:
@@ -624,7 +632,7 @@ class LiveCosts:
         self._live.record(rows, self._context, seconds)
 
     def known(self) -> dict[int, list[KnownTime]]:
-        """The measured or learned times, by context length."""
+        """The times that were measured or learned, by context length."""
         with self._lock:
             return self._live.known(assumed=False)
 
@@ -632,8 +640,8 @@ class LiveCosts:
 def _beside(known: Mapping[int, Sequence[KnownTime]], count: int) -> dict[int, list[KnownTime]]:
     """Convert times of one sequence to those of ``count``, whose plain step has ``count`` rows.
 
-    Each sequence attends to its own context. So a longer context adds ``count`` times as much as it
-    adds to one sequence with 1/``count`` of the rows.
+    Each sequence attends to its own context. So a longer context adds ``count`` times what it adds
+    to a step of one sequence with 1/``count`` of the rows.
     """
     shortest = known[min(known)]
     plain, rows = shortest[0].seconds, [time.rows for time in shortest]
@@ -656,7 +664,7 @@ def _beside(known: Mapping[int, Sequence[KnownTime]], count: int) -> dict[int, l
 
 
 Costs = FixedCosts | LiveCosts
-"""The costs of steps; a planner reads them, and records every step there."""
+"""The costs of steps, which a planner reads, and in which it records every step."""
 
 
 # --- step times ---
@@ -664,15 +672,15 @@ Costs = FixedCosts | LiveCosts
 
 @dataclass(frozen=True)
 class StepTime:
-    """The measured T(rows).
+    """The measured time of one kind of step.
 
     Attributes:
-        rows: rows per forward.
+        rows: the rows of the forward.
         pipelined: whether the forward was dispatched during the step before, as in plain
             decoding; such a step has one row.
-        steps: how many such steps ran.
-        seconds: median wall time of the recent ones.
-        cost: the verify cost T(rows) / T(1), where T(1) is pipelined if such a step has run; None
+        steps: the number of such steps that have run.
+        seconds: the median wall time of the recent ones.
+        cost: the verify cost T(rows) / T(1), where T(1) is of pipelined steps if any have run; None
             until a step of one row has run.
     """
 
@@ -689,8 +697,8 @@ _KEPT = 64  # recent steps per number of rows: enough for a median, few enough t
 class StepTimes:
     """T(rows): the wall time of whole steps by their number of rows.
 
-    A whole step consists of proposing, forward, reading, acceptance and cache commit. The times
-    hold for one model on one machine in one data type. Threads may record concurrently.
+    A whole step consists of proposal, forward, reading, acceptance and commit. The times hold for
+    one model on one machine. Several threads may record at the same time.
     """
 
     def __init__(self) -> None:
@@ -699,13 +707,13 @@ class StepTimes:
         self._lock = threading.Lock()
 
     def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
-        """Add the wall time of one step."""
+        """Add the wall time of a step."""
         with self._lock:
             self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
             self._steps[rows, pipelined] += 1
 
     def table(self) -> list[StepTime]:
-        """One entry per kind of step that has run, fewest rows first."""
+        """An entry for each kind of step that has run, those with the fewest rows first."""
         with self._lock:
             seconds = {kind: median(recent) for kind, recent in self._recent.items()}
             steps = self._steps.copy()

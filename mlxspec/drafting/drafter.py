@@ -1,4 +1,4 @@
-"""Draft trees, how they are accepted and merged, and :class:`Drafter`, the base of all drafters."""
+"""Draft trees, their acceptance and merging, and :class:`Drafter`, the base of all drafters."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from ..errors import MlxspecError, OptionError
 class DraftTree:
     """Draft tokens below the last emitted token; a chain is a tree without branches.
 
-    Node 0 is the root, the last emitted token, which is not drafted. Every other node is a token
-    proposed to follow its parent. Parents come before their children, so a loop over the nodes
-    visits a node's ancestors first.
+    Node 0 is the root: the last emitted token, which is not drafted. Every other node is a token
+    that is proposed to follow its parent. Parents come before their children, so a loop over the
+    nodes visits a node's ancestors before the node.
 
     Trees with equal tokens and parents are equal.
 
     Args:
-        tokens: one token id per node, the root's first; any sequence of integers.
+        tokens: a token id for each node, the root's first; any sequence of integers.
         parents: the index of each node's parent; -1 for the root.
         p_reached: for each node except the root, the probability that it is accepted, at most its
             parent's; empty if unknown.
-        origins: for each node except the root, a word for its origin; by default "draft".
+        origins: for each node except the root, a word for where it comes from; by default "draft".
 
     Raises:
         TypeError: a token or a parent is not an integer.
-        ValueError: tokens and parents differ in length, a parent does not come before its child,
+        ValueError: tokens and parents differ in number, a parent does not come before its child,
             or probabilities or origins do not fit the nodes.
     """
 
@@ -46,7 +46,7 @@ class DraftTree:
     origins: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Convert lists and NumPy's numbers for comparisons and MLX.
+        # Lists and NumPy's numbers are converted for comparisons and for MLX.
         object.__setattr__(self, "tokens", tuple(map(index, self.tokens)))
         object.__setattr__(self, "parents", tuple(map(index, self.parents)))
         object.__setattr__(self, "p_reached", tuple(map(float, self.p_reached)))
@@ -61,18 +61,18 @@ class DraftTree:
         p_parent = (1.0, *self.p_reached)
         for probability, parent in zip(self.p_reached, self.parents[1:], strict=False):
             if not 0 <= probability <= p_parent[parent]:
-                raise ValueError("in a draft tree, a probability lies between 0 and the parent's")
+                raise ValueError("in a draft tree, a node's probability is 0 to its parent's")
 
     @classmethod
     def chain(cls, root: int, draft: Iterable[int] = (), origin: str = "draft") -> DraftTree:
-        """A tree with ``draft`` as its only branch; just the root if that is empty."""
+        """A tree with ``draft`` as its only branch; just the root if ``draft`` is empty."""
         tokens = (root, *draft)
         parents, origins = tuple(range(-1, len(tokens) - 1)), (origin,) * (len(tokens) - 1)
         return cls(tokens, parents, origins=origins)
 
     @classmethod
     def from_branches(cls, root: int, branches: Iterable[Sequence[int]]) -> DraftTree:
-        """Merge alternative continuations; common prefixes share nodes."""
+        """A tree of alternative continuations of the root; common prefixes share nodes."""
         builder = TreeBuilder(root)
         for branch in branches:
             builder.add_branch(branch)
@@ -80,7 +80,7 @@ class DraftTree:
 
     @classmethod
     def _of(cls, *parts: Sequence[Any]) -> DraftTree:
-        """A tree of valid parts, without the checks, which take longer than choosing the nodes."""
+        """A tree of valid parts, without the checks, which take longer than all else."""
         tree = object.__new__(cls)
         names = ("tokens", "parents", "p_reached", "origins")
         vars(tree).update(zip(names, map(tuple, parts), strict=True))
@@ -102,9 +102,7 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Each node's distance from the root, which is added to the root's position to give its
-        own.
-        """
+        """Each node's distance from the root, by which its position exceeds the root's."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
@@ -114,7 +112,7 @@ class DraftTree:
         """Which nodes each node attends to: its ancestors and itself.
 
         Returns:
-            bool, (nodes, nodes); one row per attending node.
+            bool, (nodes, nodes): a row for each attending node.
         """
         closure = np.eye(len(self), dtype=bool)
         for node, parent in enumerate(self.parents[1:], start=1):
@@ -130,7 +128,7 @@ class DraftTree:
 
     @property
     def p_next(self) -> float:
-        """The probability that one of the root's children is right."""
+        """The probability that one of the root's children is the next token."""
         nodes = zip(self.parents[1:], self.p_reached, strict=True)
         return sum(p for parent, p in nodes if parent == 0)
 
@@ -148,8 +146,8 @@ class DraftTree:
         """Compare the tree with the tokens that followed.
 
         Yields:
-            each of the root's children, the right child's children and so on, and whether it was
-            right.
+            a node and whether it was right: for each of the root's children, then for each child of
+            the right one, and so on.
         """
         above: int | None = 0
         for token in tokens:
@@ -161,9 +159,9 @@ class DraftTree:
             above = self.child(above, token)
 
     def nodes_in(self, other: DraftTree) -> list[int | None]:
-        """For each node, the node of another tree with the same path, or None.
+        """For each node, the node with the same path in another tree, or None.
 
-        Of equal siblings in the other tree, the first one counts.
+        If the other tree has equal siblings, the first one counts.
         """
         keys = zip(other.parents, other.tokens, strict=True)
         places = {key: node for node, key in reversed([*enumerate(keys)])}
@@ -174,8 +172,8 @@ class DraftTree:
         return nodes
 
     def p_by_depth(self, n_draft: int) -> list[float]:
-        """For each depth, the probability that at least that many of ``n_draft`` nodes are
-        accepted.
+        """For each depth, the probability that at least that many tokens are accepted if the first
+        ``n_draft`` nodes are verified.
         """
         depths = self.depths[1 : n_draft + 1]
         p_by_depth = [0.0] * max(depths, default=0)
@@ -201,7 +199,7 @@ class DraftTree:
         return self.filtered([d <= max_depth and 0 <= token < vocab_size for token, d in nodes])
 
     def filtered(self, keeps: Sequence[bool]) -> DraftTree:
-        """Drop nodes that ``keeps`` excludes, with their subtrees; the root must stay."""
+        """Drop nodes whose entry in ``keeps`` is False, with their subtrees; the root must stay."""
         if all(keeps):
             return self
         nodes = {0: None}  # in order
@@ -211,7 +209,7 @@ class DraftTree:
         return self._renumbered([*nodes])
 
     def _renumbered(self, nodes: Sequence[int]) -> DraftTree:
-        """These nodes in this order: the root first, and parents before their children."""
+        """A tree of these nodes in this order: the root first, and parents before children."""
         number = {-1: -1} | {node: place for place, node in enumerate(nodes)}
         return self._of(
             [self.tokens[node] for node in nodes],
@@ -224,19 +222,19 @@ class DraftTree:
 def accept(tree: DraftTree, choices: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Walk the tree along the target's own choices.
 
-    Start at the root and descend while a child proposes the target's choice. The first choice
-    without such a child is the bonus token, which is free since the target has already computed it.
-    The rule is the same at every temperature: a choice is an argmax, or a sample keyed by its
-    position. With point-mass drafts, no lossless rule accepts more (Leviathan et al. 2023, arXiv
-    2211.17192, in the case q = 1).
+    Start at the root and descend as long as a child is the target's choice. The first choice that
+    is no child's is the bonus token, which costs nothing, since the target has already computed it.
+    The rule is the same at every temperature: a choice is an argmax, or a sample whose random
+    numbers depend on its position alone. If drafts are single tokens and not distributions, no
+    lossless rule accepts more (Leviathan et al. 2023, arXiv 2211.17192, in the case q = 1).
 
     Args:
         tree: the verified tree.
         choices: the target's choice after each node.
 
     Returns:
-        the accepted nodes from the root's child downwards, and the emitted tokens: the
-        accepted nodes' tokens and the bonus token.
+        the accepted nodes in order, and the emitted tokens: the accepted nodes' tokens and the
+        bonus token.
     """
     accepted: list[int] = []
     tokens: list[int] = []
@@ -255,24 +253,24 @@ class VerifiedStep:
     """The target's verdict on a draft in one step.
 
     Attributes:
-        tree: the verified tree: the proposed one, without nodes that the step had to cut.
+        tree: the verified tree, that is, the proposed one without the nodes that had to be cut.
         choices: the token that the target picks after each node.
         argmaxes: the target's most likely token after each node; equals ``choices`` at temperature
             0.
-        accepted: the accepted nodes, from the root's child downwards.
+        accepted: the accepted nodes, in order; the first is a child of the root.
         tokens: the emitted tokens: the accepted ones, then the bonus token; fewer if the output
             ends earlier.
-        rows: the rows of the step's forward, including those of other sequences.
+        rows: the number of rows of the step's forward, including those of other sequences.
         sequences: the number of sequences that shared the forward.
-        seconds: wall time from the proposal to the commit, plus that of the drafter's
+        seconds: the wall time from the proposal to the commit, plus that of the drafter's
             ``observe`` after the previous step; 0 if not measured.
-        drafting: the part of ``seconds`` that the drafter took on the processor that runs the
-            forward; 0 on a GPU.
-        pipelined: whether the previous step dispatched its forward.
+        drafting: the part of ``seconds`` in which the drafter used the processor that also runs the
+            forwards; 0 on a GPU.
+        pipelined: whether the previous step dispatched this step's forward.
         ahead: whether this step dispatched the next step's forward.
         context: the number of the context's positions, including ``tokens``.
-        logprobs: for each emitted token, the log-probabilities that it was chosen from,
-            (vocabulary,), before filters and temperature; dispatched, not yet evaluated.
+        logprobs: for each emitted token, the log-probabilities before filters and temperature,
+            (vocabulary,); dispatched, but not waited for.
     """
 
     tree: DraftTree
@@ -302,8 +300,8 @@ class Limits(NamedTuple):
         max_depth: the greatest depth.
         nodes: the most nodes, not counting the root.
         branching: whether a node may have several children.
-        least_p: ``least_p[n]`` is the probability below which no node after the first n pays, even
-            if a plain step's time is worth only one token; see
+        least_p: after the first n nodes, a node whose probability is less than ``least_p[n]`` never
+            pays, even if a plain step's time is worth only one token; see
             :attr:`mlxspec.drafting.costs.CostCurve.cheapest_rows`.
     """
 
@@ -314,33 +312,33 @@ class Limits(NamedTuple):
 
 
 class Drafter:
-    """Proposes draft trees. A drafter can change the speed of decoding, never the output.
+    """Proposes draft trees. A drafter can change the speed of decoding, but never the output.
 
     A subclass must define :meth:`propose` and :meth:`observe`; the other methods have defaults. A
     generation calls ``begin`` once with the prompt, then ``propose`` and ``observe`` alternately,
     and ``end`` at the end, even after an error. A planner drafts only when drafting pays, so it
-    may call ``observe`` without ``propose``.
+    may call ``observe`` without calling ``propose`` before.
     """
 
     branching = True
-    """Whether its trees may branch. If False, the model is not tested for trees."""
+    """Whether the drafter's trees may branch. If False, the model is not tried for trees."""
 
     is_fallback = False
-    """Whether it drafts only when the first drafter has no draft, as the second one of a
-    :class:`mlxspec.CombinedDrafter`.
+    """Whether the drafter, if it is the second one of a :class:`mlxspec.CombinedDrafter`, drafts
+    only when the first has no draft.
     """
 
     pipelined = False
-    """Whether the next forward may be dispatched before this one's token is read, if nothing is
-    proposed. The next proposal then waits for one plain step. This attribute is read after every
-    proposal, so it may be a property.
+    """Whether the next forward may be dispatched before the token of this one is read, if nothing
+    is proposed. The next proposal then has to wait for a plain step. This attribute is read after
+    every proposal, so it may be a property.
     """
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
         """Receive the target that will verify the drafts; called before :meth:`begin`.
 
-        Only drafters that run a model need this: if they use the noise that will choose the
-        output's tokens, they guess more of them.
+        Only drafters that run a model need this: more of their tokens are right if they use the
+        random numbers that will choose the output's tokens.
 
         Args:
             target: the sequence's :class:`mlxspec.engine.target.Target`.
@@ -355,19 +353,19 @@ class Drafter:
 
         The tree's root is the context's last token. :meth:`DraftTree.chain` makes a tree without
         branches, or just the root if there is nothing to draft. A planner uses the tree's
-        ``p_reached``; if it is empty, the planner learns how likely the nodes are right.
+        ``p_reached``. If it is empty, the planner learns how often the nodes are right.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define propose")
 
     def observe(self, step: VerifiedStep) -> None:
-        """Learn from a step; ``step.tokens`` now belong to the context."""
+        """Learn from a step, after which ``step.tokens`` belong to the context."""
         raise NotImplementedError(f"{type(self).__name__} does not define observe")
 
     def end(self) -> None:
         """Release the generation's state."""
 
     def no_draft(self) -> str:
-        """A clause that says why the last proposal was only the root; called before ``observe``."""
+        """A clause that says why the last proposal was just the root; called before ``observe``."""
         return "the drafter has nothing to propose"
 
 
@@ -397,7 +395,7 @@ class TreeBuilder:
         root: the last emitted token, node 0.
 
     Attributes:
-        tokens, parents, p_reached, origins: as in :class:`DraftTree`, for the nodes so far.
+        tokens, parents, p_reached, origins: as in :class:`DraftTree`, of the nodes so far.
     """
 
     def __init__(self, root: int) -> None:
@@ -412,13 +410,13 @@ class TreeBuilder:
         return len(self.tokens)
 
     def find(self, parent: int, token: int) -> int | None:
-        """The child of a node with this token, or None."""
+        """The child with this token, or None if the node has none."""
         return self._children.get((parent, token))
 
     def child(
         self, parent: int, token: int, p_reached: float | None = None, origin: str = "draft"
     ) -> int:
-        """The child of a node with this token, added if missing."""
+        """The child with this token, which is added if it is missing."""
         node = self._children.get((parent, token))
         if node is None:
             node = self._children[parent, token] = len(self.tokens)
@@ -441,11 +439,11 @@ class TreeBuilder:
 
 
 def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
-    """A step as if only one tree's nodes had been verified.
+    """A step as if only the nodes of one tree had been verified.
 
     Args:
         step: the verified step.
-        tree: a draft after the same token; nodes that the step did not verify are omitted.
+        tree: a draft after the same token. Nodes that the step did not verify are left out.
 
     Returns:
         the step with only the choices and accepted nodes of ``tree``, but with all emitted tokens.
@@ -463,7 +461,7 @@ def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
 
 
 def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
-    """The likeliest nodes of several drafts after the same token, all with probabilities."""
+    """Merge drafts after the same token, which have probabilities; keep the likeliest nodes."""
     if len(trees) == 1:
         return trees[0]
     tree = merge(trees).best_first()
@@ -473,14 +471,14 @@ def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
 def merge(trees: Sequence[DraftTree]) -> DraftTree:
     """Merge drafts after the same token; common prefixes share nodes.
 
-    A node gets the highest of its probabilities given its parent, but at most what its siblings
-    from earlier trees leave.
+    A node's probability given its parent is the highest one that a tree states. But it is at most
+    what the siblings from earlier trees leave of 1.
 
     Returns:
         a tree that begins with the first tree's nodes. It has probabilities if all trees have them.
     """
     merged = TreeBuilder(trees[0].tokens[0])
-    p_reached, below = [1.0], [0.0]  # of each node, and the sum over its children
+    p_reached, below = [1.0], [0.0]  # the probability of each node, and the sum of its children's
     for tree in trees:
         own = (1.0, *(tree.p_reached or (0.0,) * (len(tree) - 1)))
         nodes = [0]
@@ -505,7 +503,7 @@ def checked_drafter(drafter: object) -> Drafter:
     """Return ``drafter`` if it is a :class:`Drafter`.
 
     Raises:
-        MlxspecError: it is not an instance of a derived class.
+        MlxspecError: it is not an instance of a class derived from :class:`Drafter`.
     """
     if not isinstance(drafter, Drafter):
         name = repr(drafter) if isinstance(drafter, type) else f"a {type(drafter).__name__}"
@@ -519,7 +517,7 @@ def checked_draft(proposed: object, drafter: Drafter, last: int) -> DraftTree:
     """Return a drafter's proposal if it is a tree with the root ``last``.
 
     Raises:
-        MlxspecError: it is not a draft tree, or its root is another token.
+        MlxspecError: the proposal is not a draft tree, or its root is another token.
     """
     name = type(drafter).__name__
     if not isinstance(proposed, DraftTree):
@@ -536,7 +534,7 @@ def checked_draft(proposed: object, drafter: Drafter, last: int) -> DraftTree:
 
 
 def load_drafter(name: str) -> type[Drafter]:
-    """Import the drafter class ``module:Class``; also searches the working directory.
+    """Import the drafter class ``module:Class``. The module may be in the working directory.
 
     Raises:
         OptionError: the class does not exist, is not derived from :class:`Drafter`, lacks a
@@ -555,8 +553,8 @@ def load_drafter(name: str) -> type[Drafter]:
         reason = f"{type(error).__name__}: {error}"
     raise OptionError(
         f"drafter {name}: {reason}; write it as module:Class, such as mine:MyDrafter, a class "
-        "derived from mlxspec.Drafter with the methods propose and observe, which is created "
-        "without arguments"
+        "derived from mlxspec.Drafter that has the methods propose and observe and needs no "
+        "arguments"
     )
 
 

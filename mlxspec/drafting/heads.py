@@ -1,4 +1,4 @@
-"""A planner's estimates for a trained head: how likely its drafts are right, and their cost."""
+"""A planner's estimates for a trained head: how likely its drafts are right, and their time."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ HEAD = "head"
 
 # Where these come from: notes/planner.md, "Trained heads".
 _FIRST_P_ACCEPT = 0.7  # of each token, if the earlier ones are right
-_RATE = 0.05  # of the averages; more at first
-_FIRST_WEIGHT = 2  # the first probability counts as this many drafts
+_RATE = 0.05  # the weight of the newest draft in the averages; more at first
+_FIRST_WEIGHT = 2  # the first probability counts as much as this many drafts
 _LEAST, _MOST = 0.02, 0.98
-_TRIAL, _RAREST_TRIAL = 64, 1024  # tokens until a head that does not pay is tried again
-_CONFIDENCES = 8  # classes of confidence
-_TIME_RATE = 0.2  # weight of the newest time, as an exponent
-_MOST_SURPRISE = 4.0  # the most that a time may differ from the expected, as a factor
+_TRIAL, _RAREST_TRIAL = 64, 1024  # the tokens after which a head that does not pay is tried again
+_CONFIDENCES = 8  # the number of classes of confidence
+_TIME_RATE = 0.2  # the weight of the newest time, as an exponent
+_MOST_SURPRISE = 4.0  # the largest ratio of a time to the expected one that counts
 
 
 class HeadExperience:
-    """How often a head's drafts are right, and what they take.
+    """How often a head's drafts are right, and how long they take.
 
-    The time depends on their depth and on the sequences that share them.
+    The time depends on a draft's depth and on the number of sequences that share it.
 
     Args:
         first: the seconds of a draft of one token for one sequence.
@@ -35,8 +35,8 @@ class HeadExperience:
 
     Attributes:
         p_accept: by depth, how often a token is right if the earlier ones are.
-        seen: by depth, the number of drafts that ``p_accept`` comes from.
-        corrections: corrections to the logits of the head's confidence.
+        seen: by depth, the number of drafts from which ``p_accept`` was learned.
+        corrections: the corrections to the logits of the head's confidences.
     """
 
     def __init__(self, first: float, further: float, most: int) -> None:
@@ -46,12 +46,15 @@ class HeadExperience:
         self._first, self._further = first, further
 
     def seconds(self, depth: int, sequences: int = 1) -> float:
-        """The expected time of a draft, for all sequences together."""
+        """The expected time of a draft for all sequences together."""
         fewer = max(count for count in self._scale if count <= sequences)
         return self._scale[fewer] * (self._first + (depth - 1) * self._further)
 
     def record(self, depth: int, sequences: int, seconds: float) -> None:
-        """Learn from a draft. The first for a number of sequences may have to compile kernels."""
+        """Learn from the time of a draft.
+
+        The first draft for a number of sequences does not count: it may have to compile kernels.
+        """
         if sequences not in self._scale:
             fewer = max(count for count in self._scale if count < sequences)
             self._scale[sequences] = self._scale[fewer]
@@ -62,13 +65,13 @@ class HeadExperience:
 
 
 class HeadSource:
-    """The drafts of a head for one generation.
+    """Drafts with a head for one generation.
 
-    A planner runs the head only when it expects a gain, for several sequences at once. Subclasses
-    define how to run it.
+    A planner runs the head only when it expects a gain from that, and for several sequences at
+    once. Subclasses define how to run the head.
 
     Args:
-        experience: the head's experience, which this generation adds to.
+        experience: the head's experience, to which this generation adds.
 
     Attributes:
         experience: as given.
@@ -77,7 +80,7 @@ class HeadSource:
 
     def __init__(self, experience: HeadExperience) -> None:
         self.experience = experience
-        self._idle, self._trial = 0, _TRIAL  # tokens since it ran, and until it is tried
+        self._idle, self._trial = 0, _TRIAL  # the tokens since it ran, and those until a trial
         self._draft: DraftTree | None = None
         self._logits: list[tuple[float, tuple[int, int]]] = []
 
@@ -95,21 +98,25 @@ class HeadSource:
 
     @classmethod
     def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
-        """Draft ``depth`` tokens after each current token.
+        """Draft ``depth`` tokens for each sequence.
+
+        Args:
+            heads: the sources of the sequences.
+            depth: the number of tokens.
 
         Returns:
-            for each head, the tokens, and the confidence in each if the earlier ones are right, 0
-            to 1.
+            for each source, the tokens, and the confidence in each of them, 0 to 1, if the earlier
+            ones are right.
         """
         raise NotImplementedError
 
     @property
     def trials(self) -> bool:
-        """Whether to run the head only to see whether its drafts have improved."""
+        """Whether to run the head even without an expected gain, in case it has improved."""
         return self._idle >= self._trial
 
     def outlook(self, depth: int) -> DraftTree:
-        """The expected draft: a chain of unknown tokens, with ``p_reached``."""
+        """What to expect of a draft: a chain of unknown tokens with their ``p_reached``."""
         p_reached, right = [], 1.0
         for p_accept in self.experience.p_accept[:depth]:
             right *= p_accept
@@ -117,12 +124,12 @@ class HeadSource:
         return self._chain(range(-2, -2 - len(p_reached), -1), p_reached)
 
     def drafted(self, tokens: Sequence[int], confidences: Sequence[float]) -> DraftTree:
-        """The tree of a draft, with ``p_reached`` from the confidences, corrected by experience.
+        """The tree of a draft. Its ``p_reached`` are the confidences, corrected by experience.
 
         Args:
             tokens, confidences: from :meth:`run`.
         """
-        # If it runs only for trials, they become rarer.
+        # If the head runs only for trials, these become rarer.
         self._trial = min(2 * self._trial, _RAREST_TRIAL) if self.trials else _TRIAL
         self._idle, self._logits = 0, []
         p_reached, right = [], 1.0
@@ -130,7 +137,7 @@ class HeadSource:
             bounded = min(max(confidence, _LEAST), _MOST)
             logit = math.log(bounded / (1 - bounded))
             sure = min(int(_CONFIDENCES * confidence), _CONFIDENCES - 1)
-            features = depth, -1 - sure  # below 0, so that they are not depths
+            features = depth, -1 - sure  # the latter below 0, to differ from depths
             self._logits.append((logit, features))
             right *= probability(logit + self.experience.corrections.logit(features))
             p_reached.append(right)

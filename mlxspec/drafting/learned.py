@@ -1,4 +1,4 @@
-"""Step times and experience, kept on disk between processes, in JSON files."""
+"""Keeps step times and experience on disk from one process to the next, in JSON files."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _File = TypeVar("_File")
 
 
 def cache_directory() -> Path:
-    """The directory for data that can be measured or learned again; by default the user's cache."""
+    """The directory of what can be measured or learned again; by default in the user's cache."""
     return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_cache_path("mlxspec")
 
 
 def _read(what: str, path: Path, kind: TypeAdapter[_File]) -> _File | None:
-    """The content of a file; None if it is missing, or with a warning if it cannot be used."""
+    """The content of a file; None if it is missing, or None with a warning if it is unusable."""
     try:
         return kind.validate_json(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -50,7 +50,7 @@ def _read(what: str, path: Path, kind: TypeAdapter[_File]) -> _File | None:
 
 @cache
 def _warn_not_kept(directory: Path, reason: str) -> None:
-    """Log, once, that nothing can be kept in a directory."""
+    """Log, once per directory and reason, that nothing can be kept there."""
     _log.warning(
         "step times and experience cannot be kept in %s (%s); set %s to another directory",
         directory,
@@ -60,7 +60,7 @@ def _warn_not_kept(directory: Path, reason: str) -> None:
 
 
 def _write(path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
-    """Write a complete file that only the user can read; return whether that worked."""
+    """Write a file that only the user can read, wholly or not at all; return whether it worked."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with replaced(path) as file:
@@ -72,7 +72,7 @@ def _write(path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
     return True
 
 
-Source = Literal["steps", "quick", "careful"]  # the best one last
+Source = Literal["steps", "quick", "careful"]  # the most reliable comes last
 Identity = dict[str, str | int | float | None]
 _STEP_TIMES_VERSION = 2
 
@@ -89,15 +89,15 @@ class CostKey:
     """The machine and the model that step times belong to.
 
     Attributes:
-        machine: chip, device and libraries.
-        model: configuration, data types and quantisation.
+        machine: its chip, device and libraries.
+        model: its configuration, data types and quantisation.
     """
 
     machine: Identity
     model: Identity
 
     def of_sequences(self, count: int) -> CostKey:
-        """The key of steps shared by ``count`` sequences."""
+        """The key of the times of steps that ``count`` sequences share."""
         return replace(self, model={**self.model, "sequences": count}) if count > 1 else self
 
     @property
@@ -115,11 +115,11 @@ class KnownTimes:
     """Step times at one context length.
 
     Attributes:
-        times: T(rows), fewest rows first.
-        source: "quick" or "careful" for a measurement, "steps" if learned only from decoding.
+        times: T(rows), the fewest rows first.
+        source: "quick" or "careful" for a measurement; "steps" if learned only from decoding.
         updated: when the times were last measured or corrected, in UTC, in ISO 8601.
         name: the model's name as the user gave it; empty if unknown.
-        split: whether wide drafts were faster with their attention split; see
+        split: whether wide drafts were faster with split attention; see
             :func:`mlxspec.engine.patches.split_attention`. None if that was not measured.
     """
 
@@ -135,7 +135,7 @@ class KnownTimes:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """How reliable the times are, for comparison."""
+        """How reliable the times are; greater is better."""
         return get_args(Source).index(self.source), len(self.times)
 
 
@@ -145,7 +145,7 @@ TimesByContext = dict[int, KnownTimes]
 
 @dataclass(frozen=True)
 class _StepTimes:
-    """The file for a machine and a model; everything that decoding relies on is checked."""
+    """The file for a machine and a model. All that decoding relies on is checked."""
 
     machine: Identity
     model: Identity
@@ -156,35 +156,35 @@ _STEP_TIMES = TypeAdapter(_StepTimes)
 
 
 class CostCache:
-    """Keeps step times from run to run, in one file per machine and model.
+    """Keeps step times from process to process, in one file per machine and model.
 
-    If several processes write at the same time, the last one's corrections of a context length are
-    kept. A file that is damaged or from another version is ignored with a warning, and its times
-    are measured again.
+    If several processes write at the same time, the corrections of the last one are kept, for each
+    context length. A file that is damaged or from another version is ignored with a warning, and
+    its times are measured again.
 
     Args:
-        directory: where the files are; by default ``step_times`` in :func:`cache_directory`.
+        directory: the directory of the files; by default ``step_times`` in :func:`cache_directory`.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory or cache_directory() / "step_times"
 
     def read(self, key: CostKey) -> TimesByContext:
-        """The times that are kept for a key; empty if none are usable."""
+        """The times that are kept for a key; empty if there are none that can be used."""
         found = _read("step times", self.directory / key.file_name, _STEP_TIMES)
         return found.contexts if found else {}
 
     def entries(self) -> list[tuple[CostKey, TimesByContext]]:
-        """All usable times, of all machines and models."""
+        """All times that can be used, of all machines and models."""
         paths = sorted(self.directory.glob("*.json"))
         found = [_read("step times", path, _STEP_TIMES) for path in paths]
         return [(CostKey(one.machine, one.model), one.contexts) for one in found if one]
 
     def update(self, key: CostKey, found: Mapping[int, KnownTimes]) -> None:
-        """Replace the times of these context lengths; others stay as they are.
+        """Replace the times of these context lengths, unless those that are kept are better.
 
-        A careful measurement is only replaced by another; of two of the same kind, the one with
-        more numbers of rows is kept. Another MLX, model or machine has another key.
+        A careful measurement is replaced only by another. Of two measurements of the same kind, the
+        one with more numbers of rows is kept.
         """
         kept = self.read(key)
         for context, known in found.items():
@@ -202,15 +202,15 @@ _SECONDS_BETWEEN_SAVES = 30.0
 
 
 def experience_directory() -> Path:
-    """The directory of experience; raises as :func:`cache_directory`."""
+    """The directory of experience; raises what :func:`cache_directory` raises."""
     return cache_directory() / "experience"
 
 
 def experience_path(model: Identity) -> Path:
-    """The file of a model's experience.
+    """The path of a model's experience.
 
-    Its name depends on the version of the format and on the weights that experience corrects, so a
-    file from another version is neither read nor replaced.
+    The file's name depends on the version of the format and on the weights that experience
+    corrects. So a file from another version is neither read nor replaced.
 
     Args:
         model: from :func:`mlxspec.engine.costs.model_identity`.
@@ -237,22 +237,22 @@ _WEIGHTS = TypeAdapter(_Weights)
 class Experience:
     """What a decoder has learned from its generations.
 
-    Requests whose prompts begin alike, such as with the same system prompt, are of one kind. From
-    its second request on, a kind has its own corrections, which begin as a copy of those of all
-    requests, and last until the process ends.
+    Requests whose prompts begin in the same way, such as with the same system prompt, are of one
+    kind. From its second request on, a kind has its own corrections. They begin as a copy of the
+    corrections of all requests, and are lost when the process ends.
 
-    With a path, experience outlives the process. It is saved after a generation, at most every 30
-    seconds; if several processes save it, the last one wins. Weights of single tokens are not
+    With a path, experience outlives the process. It is saved after a generation, but at most every
+    30 seconds. If several processes save it, the last one wins. Weights of single tokens are not
     saved, since they would reveal texts. If the file has been removed, this process also forgets
     its experience. A damaged file is ignored with a warning.
 
     Args:
-        path: the file; None keeps nothing.
+        path: the file; with None, nothing is saved.
         clock: returns the time in seconds.
 
     Attributes:
-        corrections: corrections to the probabilities of drafts from the context, learned from all
-            requests.
+        corrections: the corrections to the probabilities of drafts from the context, learned from
+            all requests.
         probe_step: the ``probe_step`` with which the next generation begins; see
             :class:`mlxspec.drafting.planner.Policy`.
     """
@@ -261,7 +261,7 @@ class Experience:
         self, path: Path | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.probe_step = 0
-        self._kinds: dict[tuple[int, ...], Corrections | None] = {}  # the latest used last
+        self._kinds: dict[tuple[int, ...], Corrections | None] = {}  # the last used comes last
         self._of_texts: defaultdict[str, Corrections] = defaultdict(Corrections)
         self._path, self._clock = path, clock
         self._next_save = clock()
@@ -270,7 +270,7 @@ class Experience:
         self.corrections = Corrections(kept.weights if kept else {})
 
     def of_kind(self, prompt: Sequence[int]) -> list[Corrections]:
-        """The corrections that a request uses, then others that also learn from it."""
+        """The corrections that a request uses, followed by others that also learn from it."""
         kind = tuple(prompt[:_KIND_TOKENS])
         known = kind in self._kinds
         own = self._kinds.pop(kind, None)
@@ -286,7 +286,7 @@ class Experience:
         return self._of_texts[name]
 
     def end(self) -> None:
-        """Save the experience, if there is a path and the last save is not recent."""
+        """Save the experience if there is a path, unless the last save is recent."""
         if not self._path or self._clock() < self._next_save:
             return
         self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
@@ -303,7 +303,7 @@ class Experience:
 
 
 def experience_files() -> list[Path]:
-    """The kept files, the latest written last."""
+    """The files of experience, the last written one last."""
     found = []
     for path in experience_directory().glob("*.json"):
         with suppress(OSError):

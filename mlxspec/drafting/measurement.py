@@ -1,4 +1,4 @@
-"""Measures T(rows): plans steps within a time limit, and evaluates their times."""
+"""Measures T(rows): runs steps within a time limit, and evaluates their times."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ class MeasurementPlan:
     """How thoroughly to measure.
 
     Attributes:
-        rows: the numbers of rows, the most informative first: if time runs out, the last are left
-            out.
-        rounds: how often to measure each.
-        plain_tokens: consecutive plain steps per round.
+        rows: the numbers of rows to measure, the most informative first: if time runs out, the last
+            are left out.
+        rounds: how often to measure each number.
+        plain_tokens: the number of consecutive plain steps per round.
         seconds: the time limit, prefill included. A step that would exceed it does not start.
-        least_uncertainty: the relative error that repetition does not reveal.
-        source: the ``source`` of the measured times.
+        least_uncertainty: the least relative error of a time: repetition does not reveal all of it.
+        source: the ``source`` of the measured times; see
+            :class:`mlxspec.drafting.learned.KnownTimes`.
     """
 
     rows: tuple[int, ...]
@@ -37,19 +38,21 @@ class MeasurementPlan:
 
     @property
     def tokens(self) -> int:
-        """About how many tokens the steps emit, by which the context grows."""
+        """About how many tokens the steps emit, that is, how much the context grows."""
         return self.rounds * (self.plain_tokens + len(self.rows) + 2) + len(self.rows)
 
     @property
     def room(self) -> int:
-        """The positions after the context that the steps need, with the widest step at the end."""
+        """The number of positions after the context that the steps need, even if the last step is
+        the widest.
+        """
         return self.tokens + max(self.rows, default=1)
 
 
-# Costs bend where kernels change: published curves rise up to 8, 12 or 16 rows, and are flat from
-# there to 32 (see chips.json). So both sides of the bend are measured before the rows in between.
-# Kernels that read the weights once per five rows make costs jump after 5 and 10, which are
-# measured before the next wider ones; others change after 13.
+# Costs bend where MLX uses other kernels: published curves rise up to 8, 12 or 16 rows, and are
+# flat from there to 32 (see chips.json). So both sides of the bend are measured before the rows in
+# between. Some kernels read the weights once for every five rows, which makes costs jump after 5
+# and 10 rows; others jump after 13. Both sides of these jumps are measured, too.
 QUICK = MeasurementPlan(
     rows=(2, 4, 8, 16, 5, 6, 10, 12, 32),
     rounds=20,
@@ -58,7 +61,7 @@ QUICK = MeasurementPlan(
     least_uncertainty=0.08,
     source="quick",
 )
-# After a long context, in the rest of three seconds; other rows are derived from these.
+# Used after a long context, in the rest of three seconds. Other rows are derived from these.
 QUICK_LONG = replace(QUICK, rows=(4, 8, 16), rounds=8, plain_tokens=3, seconds=1.1)
 CAREFUL = MeasurementPlan(
     rows=(2, 4, 8, 16, 32, 5, 6, 10, 12, 3, 24, 64, 13, 7, 9, 14, 20, 28, 33, 40, 48),
@@ -71,24 +74,24 @@ CAREFUL = MeasurementPlan(
 
 
 # Where these come from: notes/planner.md, "Constants".
-_FEW = 3  # steps; quartiles of fewer are meaningless
-_ERROR_OF_ONE = 0.4  # or more, if plain steps scatter more
+_FEW = 3  # steps; quartiles of fewer mean nothing
+_ERROR_OF_ONE = 0.4  # the relative error of a single time, or more if plain steps scatter more
 
 _CONFIDENCE = 1.96  # standard errors: half the width of a 95 % confidence interval
-_MOST_ERROR = 0.25  # of a cost, for drafts to be chosen by it
-_MOST_FALL = 2.0  # of the cost when rows are added; changing kernels make smaller falls
+_MOST_ERROR = 0.25  # the largest relative error of a cost by which drafts can be chosen
+_MOST_FALL = 2.0  # the factor by which a cost may fall when rows are added; kernels cause less
 COST_PER_ROW = (0.2, 2.5)
-"""T(M) lies between 0.2·T(1) and 2.5·M·T(1); other times were disturbed."""
+"""T(M) is from 0.2·T(1) to 2.5·M·T(1). Times outside these bounds were disturbed."""
 
 
 def cost_errors(times: Sequence[KnownTime]) -> list[float]:
-    """Half the relative widths of the 95 % confidence intervals of T(M)/T(1), shown after "±".
+    """The relative errors of T(M)/T(1) to show after "±": half the widths of the 95 % intervals.
 
     Args:
-        times: T(1) and other times.
+        times: T(1), then other times.
 
     Returns:
-        one for each time; 0 for T(1)/T(1).
+        an error for each time; 0 for T(1)/T(1).
     """
     plain, *others = (time.uncertainty for time in times)
     return [0.0, *(_CONFIDENCE * math.hypot(plain, other) for other in others)]
@@ -97,9 +100,9 @@ def cost_errors(times: Sequence[KnownTime]) -> list[float]:
 def noise(times: Sequence[KnownTime]) -> str | None:
     """A clause that says why a measurement cannot be used; None if it can.
 
-    It is too noisy if half of the costs are known only to ± 25 % or worse, if more rows cost less
-    than half as much as fewer rows, or if a row costs more than 2.5 plain steps. The first is not
-    checked for times from only a few steps, unless plain steps scatter.
+    It cannot be used if half of the costs are known only to ± 25 % or worse, if some rows cost less
+    than half as much as fewer rows, or if a row costs more than 2.5 plain steps. Costs from only a
+    few steps do not count for the first condition, unless plain steps scatter.
 
     Args:
         times: from :func:`measure`.
@@ -114,8 +117,8 @@ def noise(times: Sequence[KnownTime]) -> str | None:
     error = median(cost_errors([plain, *often])[1:] or [0.0])
     if error > _MOST_ERROR:
         return (
-            f"the times scatter too much: half of the costs T(M)/T(1) are known to ±{error:.0%}"
-            f" or worse, and more than ±{_MOST_ERROR:.0%} is not kept"
+            "the times scatter too much: half of the costs T(M)/T(1) are known only to "
+            f"±{error:.0%} or worse, and the limit is ±{_MOST_ERROR:.0%}"
         )
     slowest = plain
     for time in others:
@@ -131,7 +134,7 @@ def noise(times: Sequence[KnownTime]) -> str | None:
 
 
 def is_whole(times: Sequence[KnownTime]) -> bool:
-    """Whether times cover drafts: steps of 2 or 3 rows, of 4 to 7, and of 8 to 15."""
+    """Whether times cover drafts, with steps of 2 or 3 rows, of 4 to 7, and of 8 to 15."""
     return {2, 3, 4} <= {time.rows.bit_length() for time in times}
 
 
@@ -144,28 +147,28 @@ def measure(
     clock: Callable[[], float],
     on_progress: ShareDone | None = None,
 ) -> list[KnownTime]:
-    """Measure T(rows) in rounds over all numbers of rows, so that slow moments affect all alike.
+    """Measure T(rows) in rounds over all numbers of rows, so that slow moments affect all equally.
 
     The first step of each number of rows warms up and does not count. Plain steps are measured
-    even if the time is up.
+    even if the time limit has passed.
 
     Args:
-        plain: runs the given number of pipelined plain steps; returns the seconds of each.
-        drafted: runs one whole drafted step of the given rows; returns its seconds.
-        plan: what to run.
+        plain: runs the given number of pipelined plain steps, and returns the seconds of each.
+        drafted: runs a whole drafted step of the given number of rows, and returns its seconds.
+        plan: what to measure.
         max_rows: the most rows that a step may have.
         started: the time from which the limit counts.
         clock: returns the time in seconds.
         on_progress: called with the fraction done after every measurement.
 
     Returns:
-        one entry per number of rows that was measured, fewest rows first.
+        a time for each number of rows that was measured, the fewest rows first.
     """
     widths = [rows for rows in plan.rows if rows <= max_rows]
     samples = {1: plain(1 if clock() > started + plan.seconds else plan.plain_tokens)}
     for done in range(plan.rounds * len(widths)):
         round_number, index = divmod(done, len(widths))
-        # Alternately up and down, so that warming and cooling affect wide and narrow steps alike.
+        # Every other round runs in reverse, so that heat affects wide and narrow steps equally.
         rows = widths[index] if round_number % 2 == 0 else widths[-1 - index]
         left = started + plan.seconds - clock()
         if index == 0 and round_number and _predicted(samples, 1) * plan.plain_tokens <= left:
@@ -184,26 +187,31 @@ def measure(
 
 
 def _predicted(samples: dict[int, list[float]], rows: int) -> float:
-    """The predicted time of a step, from the measurements so far."""
+    """The time of a step as predicted from the measurements so far."""
     measured = max(known for known in samples if known <= rows)
     return min(samples[measured]) * rows / measured
 
 
 def _summary(rows: int, times: list[float], spread: float) -> KnownTime:
-    """T(rows), the lower quartile of ``times``, or the least of a few.
+    """T(rows): the lower quartile of ``times``, or their minimum if there are only a few.
 
-    The uncertainty of a few is at least ``spread``, how much plain steps scatter. Other programs
-    only make steps longer: if they double every other step, the quartile is still the time of the
-    others.
+    Other programs can only make steps longer. If they delay every other step, the quartile is still
+    the time of an undisturbed one.
+
+    Args:
+        rows: the number of rows.
+        times: the measured seconds.
+        spread: the relative scatter of plain steps; if there are only a few times, a single one is
+            at least this uncertain.
     """
     times = [max(STEP_SECONDS[0], seconds) for seconds in times]  # a coarse clock may return 0
     if len(times) < _FEW:
         error = max(_ERROR_OF_ONE, spread) / math.sqrt(len(times))
         return KnownTime(rows, min(times), error / _CONFIDENCE, len(times))
     low, _, _ = quantiles(times, n=4, method="inclusive")
-    # The number of times below the true quartile is binomial, whatever their distribution. So the
-    # quartile lies between two of the sorted times with a probability of 95 %. A few times
-    # lengthened by other programs lie beyond both.
+    # The number of times below the true quartile has a binomial distribution, whatever that of the
+    # times. So the quartile is between two of the sorted times with a probability of 95 %. A few
+    # times that other programs have lengthened are beyond both.
     ordered, mean = sorted(times), len(times) / 4
     reach = _CONFIDENCE * math.sqrt(mean * 3 / 4)
     first, last = max(1, round(mean - reach)), min(len(times), round(mean + reach))

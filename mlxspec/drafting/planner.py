@@ -1,7 +1,7 @@
-"""The planner: chooses the draft that yields the most tokens per time, which may be none.
+"""The planner: chooses the draft that yields the most tokens per time, or none.
 
-All times are in plain steps: one is the time of a pipelined step over one row. notes/planner.md,
-"Constants", says where the constants come from.
+All times are in plain steps, that is, in multiples of the time of a pipelined step over one row.
+notes/planner.md, "Constants", says where the constants come from.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from .suffix_source import SuffixSource
 
 _log = logging.getLogger(__name__)
 
-_SHARE_OF_NOW = 0.8  # weight of this step's best rate in the price of time, beside the average
+_SHARE_OF_NOW = 0.8  # the weight of this step's best rate in the price of time; the average has 0.2
 _FIRST_RATE = 1.2
-_CHANGE = 0.1  # weight of the newest step in the running averages
+_CHANGE = 0.1  # the weight of the newest step in running averages
 
 _FIRST_BANK = 2.0
-_INCOME = 1.02  # per emitted token, so the bank is steady at 98 % of plain speed
-_STAKE = 0.04  # the square of the allowed shortfall, as a fraction of bank times gain
+_INCOME = 1.02  # per emitted token, so at 98 % of plain speed the bank neither grows nor shrinks
+_STAKE = 0.04  # the square of the allowed shortfall, divided by the product of bank and gain
 
-# The longest delay of an output in plain joint steps, besides a tenth of its time. With less
-# initial patience, the newest of many short outputs would keep all others from drafting.
+# The longest delay of an output, in plain joint steps, in addition to a tenth of its time. With
+# less patience at first, the newest of many short outputs would keep all others from drafting.
 _FIRST_PATIENCE, _MOST_PATIENCE = 4.0, 64.0
 _PATIENCE_PER_STEP = 0.1
 
 _MUCH_GAIN = 1.0
 _PROBE_ROUND = 30  # steps
-_PROBE = range(12, 18)  # consecutive, since the first and the last pipelined step are special
+_PROBE = range(12, 18)  # consecutive steps, since the first and the last do not show T(1)
 
 _ROWS_OF_A_TREE = 16
 _FLAT = 2.0  # the most that these rows may cost, in plain steps
@@ -52,7 +52,7 @@ class Policy:
     """The state of one generation that decides how many of a step's candidates to verify.
 
     A draft's **gain** is the number of tokens that it adds to a plain step's, less the price of its
-    time. Three mechanisms restrain drafts:
+    time. Three mechanisms limit drafts:
 
     - The *guard* is a bank of time that pays for drafts that fail. Each step deposits slightly more
       than its tokens, and withdraws its cost. The more the bank holds and the larger the gain, the
@@ -60,21 +60,23 @@ class Policy:
       ones only after earlier gains, and drafts with little gain rarely.
     - The *sync overhead* is charged if the next step's forward has already been dispatched, since a
       draft interrupts the pipeline.
-    - The *probe*: all costs are relative to the time of a plain step. If every step has a draft, a
-      change of costs looks like a change of the machine's speed. So while plain steps are wanted,
-      six consecutive steps out of every 30 have no draft, unless drafts gain much. The count
-      continues across generations, since short ones never reach 30 steps.
+    - The *probe* measures plain steps, since all costs are relative to their time. If every step
+      had a draft, a change of costs would look like a change of the machine's speed. So while
+      plain steps are wanted, six consecutive steps out of every 30 have no draft, unless drafts
+      gain much. The count of steps continues in the next generation, since short generations
+      never reach 30 steps.
 
     Args:
         probe_step: the number of steps already counted towards the next probe.
 
     Attributes:
-        probe_step: as given, plus the steps since then while plain steps are wanted.
-        rate: running average of the tokens per plain step's time.
-        gain: running average of the chosen drafts' gains; a step without a draft counts 0.
+        probe_step: as given, plus the steps since then in which plain steps were wanted.
+        rate: the running average of the tokens per plain step's time.
+        gain: the running average of the chosen drafts' gains; a step without a draft counts as 0.
         bank: the guard's balance, in plain steps.
         ahead: whether the next step's forward has already been dispatched.
-        patience: how much more the sequence may be delayed by others' drafts, in plain joint steps.
+        patience: how long the drafts of other sequences may still delay this one, in plain joint
+            steps.
     """
 
     def __init__(self, probe_step: int = 0) -> None:
@@ -106,8 +108,8 @@ class Policy:
             cost: T(rows) / T(1) of the step.
             gain: the draft's gain, 0 without one.
             probing: whether plain steps are wanted.
-            charge: the amount to withdraw from the guard's bank, if several sequences share the
-                step; by default its cost.
+            charge: the amount to withdraw from the guard's bank if several sequences share the
+                step; by default the step's cost.
         """
         emitted = len(step.tokens)
         self.ahead = step.ahead
@@ -120,14 +122,14 @@ class Policy:
 
 
 def expected_tokens(p_reached: Sequence[float], sequences: int = 1) -> list[float]:
-    """E(n): the expected tokens of a step that verifies the first ``n`` draft nodes.
+    """E(n): the expected tokens of a step that verifies the first n draft nodes.
 
     Args:
-        p_reached: the probability that each draft node is accepted, the best first.
+        p_reached: for each draft node, the probability that it is accepted; the highest first.
         sequences: the number of sequences that share the step.
 
     Returns:
-        E(0), E(1), …; E(0) counts the one token that every step emits for each sequence.
+        E(0), E(1), …, including the one token that every step emits for each sequence.
     """
     return list(accumulate(p_reached, initial=float(sequences)))
 
@@ -135,12 +137,13 @@ def expected_tokens(p_reached: Sequence[float], sequences: int = 1) -> list[floa
 def price_of_time(best: float, rate: float) -> float:
     """The price of a plain step's time, in tokens.
 
-    Time that this step saves goes to later steps, at their rate. That rate is predicted from the
-    best rate possible now, since easy passages last, and the average.
+    The time that this step saves is worth the tokens that later steps emit in it. Their rate is
+    predicted from the average and from the best rate that is possible now, since an easy passage
+    goes on for some time.
 
     Args:
         best: the most tokens per plain step's time that this step can reach.
-        rate: recent tokens per plain step's time.
+        rate: the recent tokens per plain step's time.
     """
     return float(best**_SHARE_OF_NOW * rate ** (1 - _SHARE_OF_NOW))
 
@@ -154,15 +157,15 @@ def best_draft(
 ) -> tuple[float, int]:
     """The greatest allowed gain, and its number of nodes; 0.0 and 0 if there is none.
 
-    All numbers of nodes are compared, since costs rise in jumps. After a refusal, at most half as
-    many nodes are tried: slightly fewer would barely be safer, and each check takes time.
+    All numbers of nodes are compared, since costs rise in jumps. After a refusal, only half as many
+    nodes or fewer are tried: slightly fewer would hardly be safer, and each check takes time.
 
     Args:
         expected: E(n) as from :func:`expected_tokens`.
         costs: ``costs[rows]`` is T(rows) / T(1).
         rate: as for :func:`price_of_time`.
-        restart_cost: the cost of any draft, besides that of its rows.
-        allows: whether a gain with a number of nodes is allowed.
+        restart_cost: the cost of any draft in addition to that of its rows.
+        allows: returns whether a gain with a number of nodes is allowed.
     """
     best = max(tokens / costs[rows] for rows, tokens in enumerate(expected, start=1))
     price = price_of_time(best, rate)
@@ -185,7 +188,7 @@ def expected_shortfall(cost: float, *drafts: Sequence[float]) -> float:
     """The expected time by which a step's cost exceeds its tokens: E[max(0, cost - emitted)].
 
     Args:
-        cost: 1 plus the time that the step takes beyond a plain one, over all sequences.
+        cost: 1 plus the sum of the times by which the step delays each sequence.
         drafts: for each drafting sequence, the probabilities that at least 1, 2, … of its tokens
             are accepted.
     """
@@ -200,8 +203,8 @@ def expected_shortfall(cost: float, *drafts: Sequence[float]) -> float:
 def allowed_shortfall(banks: Sequence[float], gain: float) -> float:
     """The greatest expected shortfall of a draft that the guard allows.
 
-    A draft is a bet, and as in Kelly's criterion (Kelly 1956) the stake grows with the edge: the
-    square of the shortfall is at most 4 % of the bank times the gain.
+    A draft is a bet. As in Kelly's criterion (Kelly 1956), the stake grows with the expected gain:
+    the square of the shortfall is at most 4 % of the product of bank and gain.
 
     Args:
         banks: the banks of the sequences that share the step, in plain steps.
@@ -214,7 +217,7 @@ def trees_pay(curve: CostCurve) -> bool:
     """Whether rows are cheap enough for branching drafts.
 
     Branches pay only if sixteen rows cost less than two plain steps. Otherwise a chain is as fast,
-    and saves the work of growing a tree.
+    and takes less work than a tree.
     """
     rows = min(_ROWS_OF_A_TREE, curve.widest)
     return rows > 1 and curve(rows) < _FLAT
@@ -224,7 +227,7 @@ def trees_pay(curve: CostCurve) -> bool:
 # (notes/planner.md, "Constants").
 _FIRST_DRAFT = [0.6**depth for depth in range(1, 9)]
 
-_UNSURE = 0.5  # a head is tried only if no other candidate is this likely
+_UNSURE = 0.5  # a head has a trial only if the next token's candidates are less likely than this
 
 
 class Plan(NamedTuple):
@@ -233,14 +236,14 @@ class Plan(NamedTuple):
     Attributes:
         candidates: the possible nodes, the likeliest first; None if the search failed.
         n_draft: the number of candidates to verify.
-        gain: their gain, in tokens.
-        pipelined: whether the next step may be dispatched before this one's tokens are known, if
+        gain: the draft's gain, in tokens.
+        pipelined: whether the next step may be dispatched before this step's tokens are known, if
             nothing is drafted.
         joint: the costs of joint steps; None for a step of this sequence alone.
         charge: the part of a joint step's time that the sequence's guard pays, in plain steps.
-        head_time: what trained heads have taken before the step, in plain steps.
-        head_seconds: the same by the clock.
-        fault: the error raised while planning.
+        head_time: the expected time that trained heads took before the step, in plain steps.
+        head_seconds: the measured time that they took, in seconds.
+        fault: the exception raised while planning.
     """
 
     candidates: DraftTree | None = None
@@ -266,17 +269,18 @@ NO_PLAN = Plan()
 class Planner(Drafter):
     """Chooses the draft with the greatest gain, given the costs of rows.
 
-    Each step merges the sources' trees and sorts their nodes by probability. It drafts the number
-    of nodes that maximises the expected tokens less the price of their time, within the limits of
-    the policy: see :func:`plan_drafts`. Every step corrects the costs and the probabilities.
+    For each step, it merges the sources' trees and sorts their nodes by probability. It drafts the
+    number of nodes that maximises the expected tokens less the price of their time, within the
+    limits of the policy; see :func:`plan_drafts`. Every step corrects the costs and the
+    probabilities.
 
-    If planning fails, the generation only loses its drafts: a line is logged, and the remaining
-    steps are plain. Exceptions of a user's own drafter are raised.
+    If planning fails, the generation loses nothing but its drafts: a line is logged, and the
+    remaining steps are plain. But exceptions of a user's own drafter are raised.
 
     Args:
         costs: the costs of steps, which learn from every step.
-        sources: the sources of drafts. Among siblings with equal probability, the first source's
-            come first.
+        sources: the sources of drafts. Of two siblings with the same probability, the one from the
+            earlier source comes first.
         branching: whether drafts may be trees; otherwise they are chains.
         experience: the experience of earlier generations, or None.
 
@@ -332,7 +336,7 @@ class Planner(Drafter):
         return self._united([source.search(limits) for source in self._sources], limits)
 
     def with_head(self, text: DraftTree, head: DraftTree, limits: Limits) -> DraftTree:
-        """The candidates of a search merged with the trained head's, the likeliest first."""
+        """The candidates from texts merged with the trained head's, the likeliest first."""
         trees = sorted([text, head], key=lambda tree: -max(tree.p_reached, default=0.0))
         return self._united(trees, limits)
 
@@ -345,7 +349,7 @@ class Planner(Drafter):
 
     @property
     def head_time(self) -> float:
-        """What trained heads have taken before the last step, in plain steps."""
+        """The expected time that trained heads took before the last step, in plain steps."""
         return self._plan.head_time
 
     def propose(self, max_depth: int) -> DraftTree:
@@ -358,7 +362,7 @@ class Planner(Drafter):
         return self.draft(plan)
 
     def draft(self, plan: Plan) -> DraftTree:
-        """The draft of a plan for this planner's next step.
+        """The draft for this planner's next step, according to its plan.
 
         Raises:
             Exception: the exception of a user's own drafter.
@@ -371,7 +375,7 @@ class Planner(Drafter):
         return plan.candidates.first(plan.n_draft)
 
     def _fails(self, error: Exception) -> None:
-        """Stop drafting after a planning error; re-raise an error of a custom drafter."""
+        """Stop drafting after an error in planning; raise the error of a user's own drafter."""
         if any(source.fault is error for source in self._sources):
             raise error
         if not self.failed:
@@ -382,15 +386,14 @@ class Planner(Drafter):
     def pipelined(self) -> bool:  # type: ignore[override]
         """Whether to dispatch the next forward before the next token is known.
 
-        This is read when nothing is drafted now, but the next token may open a passage worth
-        drafting. Waiting for that token pays if drafts have lately gained more than the sync
-        overhead, or if a draft after the likeliest token would. The guard must also allow that
-        draft.
+        This is read when nothing is drafted now. But it may be possible to draft after the next
+        token. Waiting for it pays if drafts have lately gained more than the sync overhead, or if a
+        draft after the likeliest token would gain more, and the guard would allow it.
         """
         return self.failed or self._plan.pipelined
 
     def gain_of_waiting(self, candidates: DraftTree | None, costs: Sequence[float]) -> float:
-        """The average gain of a draft after the next token, if the step waits for that token.
+        """The expected gain of a draft after the next token, if the step waits for that token.
 
         Args:
             candidates: the candidates after the current token; None if the search failed.
@@ -404,7 +407,7 @@ class Planner(Drafter):
         return max(gain, branch[0] * self._gain_of_chain(then, costs))
 
     def _gain_of_chain(self, p_reached: Sequence[float], costs: Sequence[float]) -> float:
-        """The allowed gain of a chain whose first 1, 2, … tokens have these probabilities."""
+        """The greatest allowed gain of a chain whose tokens have these probabilities."""
         expected = expected_tokens(p_reached)[: len(costs) - 1]
 
         def allows(gain: float, n_draft: int) -> bool:
@@ -423,12 +426,12 @@ class Planner(Drafter):
 
     def _learn(self, step: VerifiedStep) -> None:
         spent = sum(source.spent for source in self._sources)
-        if step.pipelined:  # it stands for plain decoding, which has no planner
+        if step.pipelined:  # this step's time stands for plain decoding, which has no planner
             spent = max(spent, min(step.drafting, step.seconds / 2))
-        # Before the rest, since with a caller's cache the context is longer than the prompt.
+        # This comes first, since with a caller's cache the context is longer than the prompt.
         self.costs.move_to(step.context)
         plan, costs, charge = self._plan, self._plan.joint or self.costs, None
-        # A step that was planned alone may share a forward that was dispatched ahead.
+        # Even a step that was planned alone can share a forward that was dispatched ahead.
         if not plan.joint and step.sequences == 1:
             seconds = step.seconds - spent - plan.head_seconds
             self.costs.record(step.rows, seconds, step.pipelined)
@@ -436,7 +439,7 @@ class Planner(Drafter):
             drafted = step.rows - step.sequences
             cost = costs.hopeful(1 + drafted)
             charge = plan.charge if drafted or not plan.n_draft else 1.0
-        else:  # corrected by this step, since the plan's costs were optimistic
+        else:  # the costs as corrected by this step, since the plan's were hopeful
             cost = costs.curve(len(step.tree))
         cost += plan.head_time
         probing = costs.wants_plain_steps
@@ -452,20 +455,18 @@ class Planner(Drafter):
                 one.end()
             except Exception as error:
                 faults.append(error)
-        for fault in faults:  # once all have ended, since a user drafter's is raised
+        for fault in faults:  # after all have ended, since a user drafter's exception is raised
             self._fails(fault)
 
     def no_draft(self) -> str:
-        """Why the last proposal has no draft; computed on demand, since only ``explain`` needs
-        it.
-        """
+        """A clause that says why the last proposal has no draft."""
         candidates, policy, costs = self._plan.candidates, self.policy, self.costs
         if candidates is None:
             return "planning has failed, as the log says"
         table = costs.hopeful.table
         if len(candidates) == 1:
             return (
-                "no repeated text is likely enough here for rows that cost "
+                "no continuation is likely enough here for rows that cost "
                 f"{costs.hopeful.cheapest_rows[0]:.2f} plain steps each"
             )
         if policy.probes:
@@ -491,27 +492,28 @@ def plan_drafts(
 ) -> list[Plan]:
     """Plan the next step's drafts, for one sequence or for several together.
 
-    All candidates are sorted by their probabilities. The plan takes the number that maximises the
-    expected tokens of all sequences less the price of the step's time, within the limits of the
-    guard. A token is weighted by the time that it saves, so a fast sequence's tokens count less:
-    text that is easy to copy can be copied later.
+    The candidates of all sequences are sorted by probability. Of these, the plan takes the number
+    that maximises the expected tokens of all sequences less the price of the step's time, within
+    the limits of the guard. A token is weighted by the time that it saves. So the tokens of a fast
+    sequence count less: text that is easy to copy can be copied later.
 
-    A draft delays every sequence of the step, so there are two limits. First, the sequences share
-    their banks: the sum pays for a step that fails, and the drafting sequences are charged for the
-    step's extra time, in proportion to their rows. Second, no sequence is delayed by the others
-    beyond its patience: a few plain joint steps in all, and a tenth of its time.
+    A draft delays every sequence of the step, so there are two more limits. First, the sequences
+    share their banks: the sum pays for a step that fails, and the drafting sequences are charged
+    for the step's extra time, in proportion to their rows. Second, others delay no sequence beyond
+    its patience: a few plain joint steps in all, and a tenth of its time.
 
     Args:
-        planners: the planners of the sequences, in the middle of a generation, each with the
-            greatest depth of its draft.
+        planners: the planners of the sequences, all in the middle of a generation, each with the
+            greatest depth that its draft may have.
         costs: the costs of steps of all sequences: one row stands for a plain step of all, and each
             draft token adds a row.
         sequences: the number of sequences that share the step, including those without a planner.
-        rows_taken: rows that the step has in any case, besides one per sequence.
-        patient: whether sequences may be delayed by others, if all together gain.
+        rows_taken: the number of rows that the step has in any case, besides one per sequence.
+        patient: whether the drafts of some sequences may delay others without limit, if all
+            together gain.
 
     Returns:
-        one plan per planner; its ``fault`` is the exception of its drafters, if any.
+        a plan for each planner; its ``fault`` is the exception of its drafters, if any.
     """
     step = _Step(planners, costs, sequences, rows_taken, patient or sequences == 1)
     plans = step.run_heads(step.search())
@@ -533,7 +535,8 @@ def plan_drafts(
 
 
 class _Nodes(NamedTuple):
-    """The candidates of all sequences that may draft, the best first; parents before children.
+    """The candidates of all sequences that may draft, sorted: the best first, parents before
+    children.
 
     Attributes:
         trees: the candidates of each sequence, by its index.
@@ -546,12 +549,12 @@ class _Nodes(NamedTuple):
     expected: Sequence[float]
 
     def shares(self, n_draft: int) -> Counter[int]:
-        """How many of the first ``n_draft`` nodes belong to each sequence."""
+        """For each sequence, the number of nodes that it has among the first ``n_draft``."""
         return Counter(self.owners[:n_draft])
 
 
 class _Step:
-    """A step to plan drafts for; takes the arguments of :func:`plan_drafts`."""
+    """A step to plan drafts for. The arguments are those of :func:`plan_drafts`."""
 
     def __init__(
         self,
@@ -568,7 +571,8 @@ class _Step:
         self._taken = min(rows_taken, self._curve.widest - 1)
         self._max_nodes = self._curve.widest - 1 - self._taken
         self._table = [0.0, *self._curve.table[1 + self._taken :]]
-        # The weight of each sequence's tokens, 1 on average, in proportion to their usual time.
+        # The weight of each sequence's tokens: in proportion to the time that a token usually takes
+        # there, and 1 on average.
         times = [1 / policy.rate for policy in self._policies]
         self._weights = [time * len(times) / sum(times) for time in times]
         rates = zip(self._policies, self._weights, strict=True)
@@ -576,7 +580,7 @@ class _Step:
         self._rate += sequences - len(planners)
         self._limits = []
         for (planner, depth), weight in zip(planners.items(), self._weights, strict=True):
-            scale = sequences / weight  # a row costs all sequences time
+            scale = sequences / weight  # since a row takes the time of all sequences
             least_p = [scale * cost for cost in self._curve.cheapest_rows]
             self._limits.append(Limits(depth, self._max_nodes, planner.branching, least_p))
 
@@ -590,12 +594,12 @@ class _Step:
         for planner, limits in zip(self._planners, self._limits, strict=True):
             try:
                 plans.append(Plan(planner.search(limits)))
-            except Exception as error:  # the others continue
+            except Exception as error:  # the other planners continue
                 plans.append(Plan(fault=error))
         return plans
 
     def sorted_nodes(self, candidates: Sequence[DraftTree | None]) -> _Nodes:
-        """Sort the candidates of all sequences, except of those with a probe."""
+        """Sort the candidates of all sequences except those whose next step is a probe."""
         trees = {
             index: tree
             for index, tree in enumerate(candidates)
@@ -610,13 +614,13 @@ class _Step:
         return _Nodes(trees, owners, expected_tokens([-p for p, _ in order], self._sequences))
 
     def run_heads(self, plans: list[Plan]) -> list[Plan]:
-        """Let trained heads draft, if that should gain more than it costs.
+        """Let trained heads draft, if that is expected to gain more than it costs.
 
         Returns:
-            the plans, with the heads' candidates and time.
+            the plans with the candidates of the heads and the time that these took.
         """
         if any(policy.ahead for policy in self._policies):
-            return plans  # the next token is unknown, and a draft would have to wait
+            return plans  # the next token is unknown, so a draft would have to wait
         heads = {
             index: planner.head
             for index, (planner, plan) in enumerate(zip(self._planners, plans, strict=True))
@@ -642,14 +646,14 @@ class _Step:
         return plans
 
     def _time_of_heads(self, depth: int, heads: Sequence[HeadSource]) -> float:
-        """The time of a draft by several heads, in plain steps."""
+        """The expected time of a draft for several sequences, in plain steps."""
         seconds = heads[0].experience.seconds(depth, len(heads))
         return seconds / self._costs.seconds(1)
 
     def _depth_of_heads(self, plans: Sequence[Plan], heads: Mapping[int, HeadSource]) -> int:
-        """How deep heads should draft, according to their experience; 0 if they should not run.
+        """The depth to which heads should draft, according to their experience; 0 for not at all.
 
-        A head is assumed to replace text drafts whose next token is less likely right.
+        A head is assumed to replace a draft from texts if its next token is likelier to be right.
         """
         texts, members = [plan.candidates for plan in plans], [*heads.values()]
         nodes = self.sorted_nodes(texts)
@@ -671,11 +675,11 @@ class _Step:
         return found or int(trial)
 
     def _outcome(self, nodes: _Nodes, n_draft: int) -> tuple[float, float]:
-        """The expected tokens with the first ``n_draft`` nodes, and the step's cost."""
+        """The expected tokens of a step with the first ``n_draft`` nodes, and its cost."""
         return nodes.expected[n_draft], self._table[n_draft + 1]
 
     def more_time(self, n_draft: int) -> float:
-        """The time that ``n_draft`` nodes add to a plain step, over all sequences together."""
+        """The time that ``n_draft`` nodes add to a plain step, the sum over all sequences."""
         return self._sequences * (self._table[n_draft + 1] / self._table[1] - 1)
 
     def choose(self, nodes: _Nodes, head_time: float = 0.0) -> tuple[float, int]:
@@ -686,7 +690,7 @@ class _Step:
             head_time: the time, in plain steps, of the heads that would have to run first.
         """
         policies = self._policies
-        # A sequence that has just joined does not know whether a forward was dispatched.
+        # A sequence that has just joined does not know whether a forward has been dispatched.
         restart = head_time + self._costs.sync_overhead * any(policy.ahead for policy in policies)
         banks = [policy.bank for policy in policies]
 
@@ -701,7 +705,9 @@ class _Step:
         return best_draft(nodes.expected, self._table, self._rate, restart, allows)
 
     def _is_endured(self, more_time: float, nodes: _Nodes, shares: Counter[int]) -> bool:
-        """Whether each sequence's delay, less its own drafted tokens, is within its patience."""
+        """Whether each sequence's delay, less the tokens that its own draft gains, is within its
+        patience.
+        """
         return all(
             more_time - sum(nodes.trees[index].p_reached[: shares[index]] if shares[index] else ())
             <= policy.patience
@@ -709,11 +715,12 @@ class _Step:
         )
 
     def is_pipelined(self, nodes: _Nodes, plans: Sequence[Plan]) -> bool:
-        """Whether a step without drafts need not wait for its tokens.
+        """Whether the next step may be dispatched before this step's tokens are known.
 
-        It need not if drafts after these tokens would gain no more than the wait costs.
+        This holds for a step without drafts. The next step may be dispatched if drafts after these
+        tokens are expected to gain no more than the wait costs.
         """
-        # The others do not wait for a probe of one sequence.
+        # While plain steps are wanted, one sequence's probe makes no other sequence wait.
         if not nodes.trees or (self._sequences > 1 and self._costs.wants_plain_steps):
             return True
         most = self._sequences * self._costs.sync_overhead
@@ -722,7 +729,7 @@ class _Step:
         for planner, plan in zip(self._planners, plans, strict=True):
             if planner.head and planner.head.trials and plan.p_next < _UNSURE:
                 return False
-        # A drafting sequence pays for the time that its rows cost all sequences.
+        # A drafting sequence pays for the time that its rows take from all sequences.
         costs = self._curve.table[1 + self._taken :]
         table = [0.0, *(1 + self._sequences * (cost / costs[0] - 1) for cost in costs)]
         gains = (
@@ -733,7 +740,7 @@ class _Step:
 
 
 def log_fault(error: Exception) -> None:
-    """Log a failure of planning in one line; it only costs speed."""
+    """Log a failure of planning in one line, since it costs nothing but speed."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     reason = str(error).partition("\n")[0]
     _log.warning(

@@ -23,16 +23,16 @@ from .drafter import (
     view,
 )
 
-_LONGEST_NGRAM = 64  # each length has an index, which takes time and memory
+_LONGEST_NGRAM = 64  # every length needs an index, which takes time and memory
 
 
 class PromptLookupDrafter(Drafter):
     """Drafts a chain by looking up the context's last tokens in the context itself.
 
     For n from ``ngram_max`` down to ``ngram_min``, the last n tokens of prompt and output are
-    looked up in the text before them. The tokens after the earliest occurrence of the longest
-    match are the draft. (Apoorv Saxena, "Prompt Lookup Decoding", 2023; transformers also takes the
-    earliest match.)
+    looked up in the text before them. The draft is the tokens after the earliest occurrence of the
+    longest n-gram that is found. (Apoorv Saxena, "Prompt Lookup Decoding", 2023; transformers also
+    takes the earliest match.)
 
     Args:
         n_draft: the most tokens to draft.
@@ -40,7 +40,8 @@ class PromptLookupDrafter(Drafter):
         ngram_min: the length of the shortest n-gram.
 
     Raises:
-        OptionError: a number is not whole or out of range, or ``ngram_min`` exceeds ``ngram_max``.
+        OptionError: a number is not whole or is out of range, or ``ngram_min`` exceeds
+            ``ngram_max``.
     """
 
     branching = False
@@ -50,7 +51,7 @@ class PromptLookupDrafter(Drafter):
         self.ngram_max = whole("ngram_max", ngram_max)
         self.ngram_min = whole("ngram_min", ngram_min)
         if n_draft < 1:
-            raise OptionError(f"n_draft is {n_draft}: draft 1 token or more, or 0 for none")
+            raise OptionError(f"n_draft is {n_draft}: choose 1 or more, or 0 for no drafts")
         if not 1 <= ngram_min <= ngram_max <= _LONGEST_NGRAM:
             raise OptionError(
                 f"ngram_min is {ngram_min}, and ngram_max is {ngram_max}: "
@@ -59,8 +60,8 @@ class PromptLookupDrafter(Drafter):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._text: list[int] = []
-        # The earliest end of each n-gram. Each token adds one entry per n, so the text is never
-        # scanned.
+        # The end of each n-gram's earliest occurrence. A new token adds one entry for each n, so
+        # the text need not be scanned.
         self._ends: dict[tuple[int, ...], int] = {}
         self._sizes = range(self.ngram_max, self.ngram_min - 1, -1)
         self.extend(prompt)
@@ -69,7 +70,7 @@ class PromptLookupDrafter(Drafter):
         text = self._text
         for n in self._sizes:
             end = self._ends.get(tuple(text[-n:]), len(text))
-            # The table includes the n-gram at the text's end, which nothing follows.
+            # Nothing follows the n-gram at the text's end, which the table also has.
             if end < len(text):
                 draft = text[end : end + min(max_depth, self.n_draft)]
                 return DraftTree.chain(text[-1], draft, "lookup")
@@ -92,14 +93,15 @@ class PromptLookupDrafter(Drafter):
 
 
 def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str | None]:
-    """Parse TensorRT-LLM's ``prompt_lookup_config``: ``"[10,2,[0]]"``, or the list itself.
+    """Parse TensorRT-LLM's ``prompt_lookup_config``, such as ``"[10,2,[0]]"`` or the list itself.
 
     Args:
-        config: the number of draft tokens, the longest n-gram, and optionally a list of devices.
+        config: the number of draft tokens, the length of the longest n-gram, and optionally a list
+            of devices.
 
     Returns:
-        the number of draft tokens, the longest n-gram, and a note to the user if a device list
-        was ignored, or None.
+        the number of draft tokens, the length of the longest n-gram, and a note to the user if a
+        list of devices is ignored, or None.
 
     Raises:
         OptionError: the configuration has another form.
@@ -114,31 +116,31 @@ def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str |
             f"prompt_lookup_config is {config!r}: write it as [draft tokens, longest n-gram], "
             "for example [10,2]"
         ) from error
-    note = f"prompt_lookup_config: the device list {devices[0]} is ignored" if devices else None
+    note = f"prompt_lookup_config: the list of devices {devices[0]} is ignored" if devices else None
     return n_draft, ngram_max, note
 
 
 # Where these come from: notes/planner.md, "Constants".
-_DEPTHS = 8  # each with its probability; deeper nodes share the last
+_DEPTHS = 8  # depths with their own probabilities; deeper nodes have the last one
 _FIRST_P_ACCEPT = 0.5
 _RATE = 0.1
 _LEAST, _MOST = 0.01, 0.99  # nothing is certain
 
 
 class DrafterSource(Drafter):
-    """Adds probabilities to the drafts of any drafter, which drafts as if it were alone.
+    """Adds probabilities to the drafts of any drafter, which drafts as if it were the only one.
 
-    If a draft has no probabilities, they are learned by depth from the tokens that followed,
-    whether or not the draft was verified. So a drafter that is often wrong soon costs only its own
-    time, which is not part of the cost of rows.
+    If its drafts have no probabilities, these are learned for each depth from the tokens that
+    followed, whether or not the draft was verified. So if a drafter is often wrong, its drafts are
+    soon left out, and it costs only the time that it takes to propose them.
 
     Args:
-        drafter: proposes the drafts, whose origin is the name of its class; it serves one
+        drafter: proposes the drafts, whose origin is the name of its class. It serves one
             generation at a time.
 
     Attributes:
-        spent: the seconds of the current step that the drafter took.
-        fault: the drafter's exception, which is not a fault of planning.
+        spent: the seconds that the drafter has taken in the current step.
+        fault: the exception that the drafter has raised; it is not a fault of planning.
     """
 
     spent = 0.0
@@ -177,7 +179,7 @@ class DrafterSource(Drafter):
             step = view(step, tree)
         self._last = step.tokens[-1]
         self.spent = 0.0
-        with self._asking():  # this time counts for the next step
+        with self._asking():  # this time counts in the next step
             self._drafter.observe(step)
 
     def end(self) -> None:
@@ -214,13 +216,14 @@ class DrafterSource(Drafter):
 class CombinedDrafter(Drafter):
     """Merges the drafts of two drafters; common prefixes are verified once.
 
-    Each drafter observes a step as if its own tree had been verified, with the target's choices
-    after its own nodes, and all emitted tokens. A target that verifies only chains gets the first
-    drafter's chain, or the second's if the first has no draft.
+    Each drafter observes a step as if its own tree had been verified: with the target's choices
+    after its own nodes, and with all emitted tokens. A target that verifies only chains gets the
+    first drafter's chain, or the second's if the first has no draft.
 
     Args:
-        first: has priority when drafts are cut to a chain.
-        second: the other drafter. If it is a fallback, it drafts only when the first does not.
+        first: the drafter that has priority when drafts are cut to a chain.
+        second: the other drafter. If its ``is_fallback`` is True, it drafts only when the first has
+            no draft.
     """
 
     def __init__(self, first: Drafter, second: Drafter) -> None:
@@ -263,15 +266,15 @@ GRAMMAR = "grammar"
 """The origin of forced tokens."""
 
 Forced = Callable[[], Sequence[int]]
-"""Returns the tokens that must come next, whatever the model predicts; none if several are
-allowed.
+"""Returns the tokens that must come next, whatever the model predicts; empty if several tokens may
+come next.
 """
 
 _P_ACCEPT = 0.99  # of a forced token; nothing is certain
 
 
 class ForcedDrafter(NoDraft):
-    """Drafts only the tokens that a constraint forces, as returned by ``forced``."""
+    """Drafts only the tokens that a constraint forces, which ``forced`` returns."""
 
     def __init__(self, forced: Forced) -> None:
         self._forced = forced
@@ -283,23 +286,23 @@ class ForcedDrafter(NoDraft):
 def with_forced(drafter: Drafter, forced: Forced) -> Drafter:
     """A drafter for a constrained output that also drafts the forced tokens."""
     both = CombinedDrafter(ForcedDrafter(forced), drafter)
-    # No alternative to a forced token is allowed, so merging the two never adds a branch.
+    # There is no alternative to a forced token, so merging the two never adds a branch.
     both.branching = drafter.branching
     return both
 
 
 def forced_chain(last: int, forced: Sequence[int]) -> DraftTree:
-    """A chain of the tokens that a constraint forces after the last token, if any."""
+    """A chain of the tokens that a constraint forces after the last token; maybe just the root."""
     p_reached = tuple(_P_ACCEPT**depth for depth in range(1, 1 + len(forced)))
     return replace(DraftTree.chain(last, forced, GRAMMAR), p_reached=p_reached)
 
 
 class RecordedStep(NamedTuple):
-    """A step, and why its drafter drafted nothing.
+    """A step, and the reason if nothing was drafted.
 
     Attributes:
         verified: the step.
-        no_draft: a clause that says why nothing was drafted; empty with a draft.
+        no_draft: a clause that says why nothing was drafted; empty if something was.
     """
 
     verified: VerifiedStep
@@ -340,7 +343,7 @@ class RecordingDrafter(Drafter):
             self._no_draft = ""
         elif len(self._proposed) > 1:
             self._no_draft = (
-                "the step was dispatched before its draft was known, so the draft must wait"
+                "the step had been dispatched before there was a draft, so the draft must wait"
                 if step.pipelined
                 else "the output's constraint or its end leaves no room for the proposed draft"
             )

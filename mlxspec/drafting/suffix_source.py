@@ -34,29 +34,28 @@ OTHERS = "other"
 """The origin under which drafts of other drafters are counted."""
 
 # Where these come from: notes/planner.md, "Constants".
-_LESSONS = 8  # tokens per step to learn from; more tokens of a copy add nothing
-_CHILDREN = 6  # per node of a tree; more are never likely enough
-_EARLIER_OCCURRENCES = 8  # requested from each earlier text
+_LESSONS = 8  # tokens of a step to learn from; in a copy, more tokens teach nothing new
+_CHILDREN = 6  # the most children of a node; further ones are never likely enough
+_EARLIER_OCCURRENCES = 8  # the most occurrences to request from each earlier text
 _LEAST_P_REACHED = 0.01  # less likely nodes do not pay on any machine
 
 
 class SuffixSource(Drafter):
     """Drafts the continuations of earlier occurrences of the text's end.
 
-    They are looked up in the context and in other texts: a memory of outputs, a store, and the text
-    that the output is expected to follow. Their probabilities are learned from every emitted token,
-    drafted or not.
+    The text's end is looked up in the context and in other texts: a memory of outputs, a store, and
+    the text that the output is expected to follow. The probabilities of continuations are learned
+    from every emitted token, whether or not it was drafted.
 
     Args:
         token_classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
-        experience: the experience of earlier generations, which this one adds to.
-        memory: the memory of earlier outputs, to which this one is added when it ends.
-        store: texts.
+        experience: the experience of earlier generations, to which this one adds.
+        memory: the memory of earlier outputs, to which this output is added when it ends.
+        store: a store of texts to look up, or None.
         prediction: the text that the output is expected to follow.
 
     Attributes:
-        earned: the generation's counts: "steps", "tokens", and the accepted drafts from each of
-            these texts and from other drafters.
+        earned: the generation's counts: "steps", "tokens", and the accepted draft tokens by origin.
     """
 
     spent = 0.0
@@ -91,7 +90,8 @@ class SuffixSource(Drafter):
                 acceptance.begin([self._experience.of_texts(name)])
                 self._others[name] = texts.look_up, acceptance
         if self._prediction:
-            # The prompt's end comes first, so that looking it up finds the prediction's beginning.
+            # The text begins with the prompt's end. So looking this up finds the prediction's
+            # beginning.
             text = SuffixIndex([*prompt[-LEADING_TOKENS:], *self._prediction])
             look_up = partial(excerpts, [text], vocab_size=sys.maxsize)
             acceptance = AcceptanceModel(self._token_classes, earlier=True)
@@ -134,18 +134,17 @@ class SuffixSource(Drafter):
 class SuffixTree(TreeBuilder):
     """A tree of continuations, grown best first.
 
-    A child's probability is the product of its parent's, the probability that its better siblings
-    are wrong, and its own p_accept. It never exceeds its parent's, so for any n the first n nodes
-    form a tree.
+    A node's probability is the product of its parent's probability, the probability that its better
+    siblings are wrong, and its own p_accept. It never exceeds its parent's, so for any n the first
+    n nodes form a tree.
 
     The tree grows as long as the next node may belong to the best draft.
 
     Args:
         root: the current token.
-        name: the origin of its nodes.
+        name: the origin of the nodes.
         text: the text that was searched.
-        occurrences: the places in the text where the context's end occurred, the longest match
-            first.
+        occurrences: the places in the text where the context's end occurs, the longest match first.
         acceptance: estimates the probabilities of continuations.
         limits: the limits of the tree.
     """
@@ -164,7 +163,7 @@ class SuffixTree(TreeBuilder):
         self._limits = limits
         # For each node, the tokens that follow it in the text, and their estimates.
         self._proposals: list[tuple[list[int], list[Estimate]]] = []
-        # Each entry: negative p_reached, serial number, parent, occurrences, path.
+        # An entry is: the negative p_reached, a serial number, the parent, occurrences, the path.
         self._frontier: list[tuple[float, int, int, list[Occurrence], list[int]]] = []
         self._serial = count()  # breaks ties: the older entry comes first
         self._grow(occurrences)
@@ -182,7 +181,7 @@ class SuffixTree(TreeBuilder):
             node = self.find(node, token)
 
     def _grow(self, occurrences: list[Occurrence]) -> None:
-        """Grow the tree from the root, best first."""
+        """Grow the tree from the root, the likeliest nodes first."""
         self._expand(0, 1.0, occurrences, [])
         while self._frontier and len(self.p_reached) < self._limits.nodes:
             negative_p, _, parent, occurrences, path = heappop(self._frontier)

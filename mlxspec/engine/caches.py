@@ -1,7 +1,8 @@
 """KV caches for verifying drafts: they apply a tree's mask, and can be cut to the accepted rows.
 
 The first half defines the kinds of caches, each for one layer of one sequence: plain, quantised,
-with a sliding window, or in a slot next to other sequences. The second half follows a step:
+with a sliding window, or in a slot next to other sequences. The second half follows the caches
+through a step:
 :func:`for_steps` converts mlx-lm's caches, :func:`masked_for` sets the mask of a draft tree,
 :func:`move_rows` and :func:`cut` commit the accepted rows, and a :class:`Snapshot` restores caches
 that cannot be cut.
@@ -31,14 +32,14 @@ from ..drafting.drafter import DraftTree
 
 
 class TreeRows:
-    """The rows of a tree step.
+    """The rows of a tree step, that is, of a forward over the nodes of a draft tree.
 
     Args:
-        tree: the tree whose nodes are the rows.
+        tree: the tree.
 
     Attributes:
-        depths: each row's position after the cache's end, (rows,).
-        ancestors: which rows each row attends to, (rows, rows).
+        depths: each row's position, counted from the end of the cache, (rows,).
+        ancestors: bool, (rows, rows): which rows each row attends to.
     """
 
     def __init__(self, tree: DraftTree) -> None:
@@ -46,7 +47,7 @@ class TreeRows:
         self.ancestors = mx.array(tree.ancestors())
 
     def mask(self, cached: int, window_size: int | None) -> mx.array:
-        """The rows' mask after ``cached`` positions, from :func:`seen`."""
+        """The rows' mask over a cache of ``cached`` positions and themselves; see :func:`seen`."""
         return seen(self.depths, self.ancestors, mx.arange(cached), cached, window_size)
 
 
@@ -58,19 +59,20 @@ def seen(
     window_size: int | None,
     keep: int = 0,
 ) -> mx.array:
-    """The mask of rows: each attends to the cache and to its ancestors, within the window.
+    """The attention mask of a step's rows: each sees the cache and its ancestors, in the window.
 
     A window counts positions, not rows: siblings share a position.
 
     Args:
-        depths, ancestors: those of :class:`TreeRows`.
-        cached: the positions of the cache's entries.
-        offset: the position after the cache's end.
+        depths, ancestors: as in :class:`TreeRows`.
+        cached: the positions of the cache's entries, (entries,).
+        offset: the first position after the cache's end.
         window_size: the number of positions that a row sees, including its own; None for all.
-        keep: how many of the positions that a row sees are the context's first ones.
+        keep: the number of the context's first positions that every row sees; they count towards
+            ``window_size``.
 
     Returns:
-        bool array, (rows, cached + rows).
+        bool, (rows, entries + rows): True where a row sees an entry or another row.
     """
     in_cache = mx.ones((depths.size, cached.size), dtype=mx.bool_)
     mask = mx.concatenate([in_cache, ancestors], axis=1)
@@ -83,14 +85,14 @@ def seen(
 
 
 class TreeSteps:
-    """A cache whose entries are ordered by position, with the mask of a tree step."""
+    """A base of caches that make the mask of a tree step; their entries are ordered by position."""
 
     offset: int
     rows: TreeRows | None = None
-    """The rows of the current tree step."""
+    """The rows of the current tree step; None in other steps."""
 
     place = slice(None)
-    """The sequence's slice of the arrays' first axis."""
+    """The slice of the arrays' first axis that belongs to the sequence."""
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -104,7 +106,7 @@ class TreeSteps:
         return position
 
 
-_STEP = 256  # entries by which buffers grow
+_STEP = 256  # buffers grow by multiples of this many entries
 _SLACK = 16  # extra entries to keep when entries beyond the window are dropped
 
 
@@ -113,13 +115,13 @@ class WindowKVCache(TreeSteps):
 
     mlx-lm's rotating cache overwrites its oldest entries, so a rejected draft destroys entries
     that are still needed. This cache appends, and drops old entries only when its buffers are
-    full. It can be cut back to any length that it has had since the last drop, and 16 positions
-    further. It holds at most the window, the rows of one step and 272 more entries.
+    full. It can be cut back to its length at the last drop, and by 16 positions more. It holds at
+    most the window, the rows of one step and 272 more entries.
 
-    Entries are ordered by position: the first ``keep``, then all from ``start`` on. A row sees the
-    same positions as in a step of one row with mlx-lm's cache: the latest ``max_size`` positions,
-    including its own. If the first positions are kept, it sees them and the latest ``max_size -
-    keep``.
+    Entries are ordered by position: first those of the ``keep`` first positions, then those of the
+    latest positions. Each row sees what it would see if it ran alone with mlx-lm's cache: the
+    latest ``max_size`` positions, including its own. If the first positions are kept, it sees them
+    and the latest ``max_size - keep``.
 
     Args:
         max_size: the most positions that a row sees.
@@ -147,7 +149,7 @@ class WindowKVCache(TreeSteps):
         return cache
 
     def rotating_state(self) -> tuple[Any, ...]:
-        """The content as the state of mlx-lm's cache, ordered by position."""
+        """The content in the form of a rotating cache's state, with entries ordered by position."""
         if self.keys is None:
             return None, None, 0, self.keep, self.max_size, 0
         end = self.index(self.offset)
@@ -165,7 +167,7 @@ class WindowKVCache(TreeSteps):
         """Append a step's rows; return the entries that the mask from :meth:`make_mask` covers."""
         rows = keys.shape[2]
         if self.keys is None:
-            # No positions yet: _make_room allocates them.
+            # Empty arrays, which _make_room enlarges.
             self.keys, self.values = keys[..., :0, :], values[..., :0, :]
         self._make_room(rows)
         begin = self.index(self.offset)
@@ -185,14 +187,14 @@ class WindowKVCache(TreeSteps):
     ) -> mx.array | str | None:
         """The next step's mask, for the entries that :meth:`update_and_fetch` will return.
 
-        mlx-lm's own mask for several rows hides the kept first positions, but a single row sees
-        them.
+        In mlx-lm, a single row sees the kept first positions, but the mask for several rows hides
+        them. Here, all rows see them.
         """
         span = min(window_size or self.max_size, self.max_size)
         if self.rows is None and self._cached() + N <= span:
             return create_attention_mask(N, self._cached(), return_array, None)
         if self.keep:
-            self._make_room(N)  # now, since the mask must fit the entries that remain
+            self._make_room(N)  # now, since the mask covers only the entries that remain
         first = min(self.keep, self.offset)
         latest = self.offset - (self._cached() - first)
         cached = mx.concatenate([mx.arange(first), mx.arange(latest, self.offset)])
@@ -217,13 +219,13 @@ class WindowKVCache(TreeSteps):
         return n
 
     def reaches_back_to(self, length: int) -> bool:
-        """Whether a row after the first ``length`` positions would still see all that it needs."""
+        """Whether the cache, cut to ``length`` positions, still has all that the next row sees."""
         oldest_seen = length + 1 - (self.max_size - self.keep)
         return self._start <= max(self.keep, oldest_seen)
 
     @property
     def state(self) -> tuple[Any, Any]:
-        """The arrays to evaluate."""
+        """The keys and values, for ``mx.eval``."""
         return self.keys, self.values
 
     def index(self, position: int) -> int:
@@ -237,19 +239,19 @@ class WindowKVCache(TreeSteps):
         return entries if self.keep else min(entries, self.max_size - 1)
 
     def _make_room(self, rows: int) -> None:
-        """If the buffers are full, drop entries that no row will see, and make room for ``rows``
-        more.
+        """Make room for ``rows`` more entries; if the buffers are full, drop those that no row will
+        see.
         """
         if self.keys is not None and self.index(self.offset) + rows > self.keys.shape[2]:
             self._drop_unseen(math.ceil(rows / _STEP) * _STEP)
 
     def compact(self) -> None:
-        """Drop entries that no row will see, if there are many, as after a prefill."""
+        """Drop entries that no row will see, if there are many of them, as after a prefill."""
         if self.keys is not None and self.keys.shape[2] > self.max_size + _SLACK + _STEP:
             self._drop_unseen(0)
 
     def _drop_unseen(self, room: int) -> None:
-        """Drop entries that no row will see, and leave room for ``room`` rows."""
+        """Drop entries that no row will see, and add room for ``room`` entries."""
         end = self.index(self.offset)
         start = max(self._start, self.offset - self.max_size - _SLACK)
         first, latest = slice(0, self.keep), slice(self.keep + start - self._start, end)
@@ -265,18 +267,18 @@ class WindowKVCache(TreeSteps):
 
 
 def whole_steps(positions: int) -> int:
-    """The size of buffers that hold ``positions`` positions."""
+    """The smallest size of buffers, in entries, that holds ``positions`` positions."""
     return -(-positions // _STEP) * _STEP
 
 
 class Slots:
-    """The keys and values of one layer, (slots, heads, positions, head_dim).
+    """The keys and values of one layer for several sequences, (slots, heads, positions, head_dim).
 
-    The first slots are in use. MLX writes into these arrays in place unless something still
-    refers to an earlier state.
+    The slots in use come first. MLX writes into these arrays in place, unless something still
+    refers to their earlier content.
 
     Args:
-        like: a cache of the layer, which is not put into a slot.
+        like: a cache of the layer, whose shapes and data types the slots take. It stays outside.
     """
 
     def __init__(self, like: KVCache) -> None:
@@ -306,11 +308,11 @@ class Slots:
 
     @property
     def capacity(self) -> int:
-        """The number of positions in all slots."""
+        """The number of positions in all slots together."""
         return self.keys.shape[0] * self.keys.shape[2]
 
     def cut(self, slots: int, positions: int) -> None:
-        """Shrink to this many slots, and about this many positions."""
+        """Shrink to this many slots and positions; the latter are rounded up to a buffer's size."""
         positions = whole_steps(positions)
         self.keys = mx.contiguous(self.keys[:slots, :, :positions])
         self.values = mx.contiguous(self.values[:slots, :, :positions])
@@ -320,7 +322,7 @@ class Slots:
         """Write a step's rows into the first slots.
 
         Args:
-            places: each row's index along the positions, (slots, 1, rows, 1).
+            places: each row's index along the axis of positions, (slots, 1, rows, 1).
             end: the largest of these indices plus 1.
             keys, values: (slots, heads, rows, head_dim).
         """
@@ -329,7 +331,7 @@ class Slots:
         if unused:
             rows = [(0, unused), (0, 0), (0, 0), (0, 0)]
             places, keys, values = (mx.pad(array, rows) for array in (places, keys, values))
-        # One operation for all slots: writing slot by slot takes two per sequence and layer.
+        # One operation for all slots: separate writes take two for each sequence and layer.
         self.keys = mx.put_along_axis(self.keys, places, keys, axis=2)
         self.values = mx.put_along_axis(self.values, places, values, axis=2)
 
@@ -402,10 +404,10 @@ TREE_CACHES = (TreeKVCache, TreeQuantizedKVCache, WindowKVCache, SlotKVCache)
 
 
 def for_steps(cache: Any) -> Any:
-    """Convert a cache to a kind that can be cut back after a step, if there is one.
+    """Convert a cache to a kind that can be cut back after a step, if there is such a kind.
 
     Args:
-        cache: mlx-lm's, or of a class that the model defines. The result shares its arrays.
+        cache: one of mlx-lm's, or of a class that the model defines. The result shares its arrays.
     """
     if type(cache) is KVCache:
         return TreeKVCache.from_state(cache.state)
@@ -419,7 +421,7 @@ def for_steps(cache: Any) -> Any:
 
 
 def compact(caches: Iterable[Any]) -> None:
-    """Copy states that may be views into all rows of a prefill, to free those rows."""
+    """Copy recurrent states, which may be views into all rows of a prefill, to free those rows."""
     for cache in parts(caches):
         if isinstance(cache, ArraysCache):
             cache.cache = [
@@ -428,7 +430,7 @@ def compact(caches: Iterable[Any]) -> None:
 
 
 def drop_unseen(caches: Iterable[Any]) -> None:
-    """Drop the positions of windows and chunks that the next row does not see."""
+    """In caches of windows and chunks, drop the positions that the next row does not see."""
     for cache in parts(caches):
         if isinstance(cache, WindowKVCache):
             cache.compact()
@@ -438,7 +440,7 @@ def drop_unseen(caches: Iterable[Any]) -> None:
 
 
 def parts(caches: Iterable[Any]) -> list[Any]:
-    """All caches, with each of mlx-lm's ``CacheList`` replaced by its members."""
+    """All caches, with each ``CacheList`` of mlx-lm's replaced by its members."""
     found = []
     for cache in caches:
         found += parts(cache.caches) if isinstance(cache, CacheList) else [cache]
@@ -446,7 +448,7 @@ def parts(caches: Iterable[Any]) -> list[Any]:
 
 
 def cached_length(caches: Iterable[Any]) -> int:
-    """The number of positions that caches hold; 0 if they hold only states."""
+    """The number of positions that caches hold; 0 if they hold only recurrent states."""
     return max((getattr(cache, "offset", 0) for cache in parts(caches)), default=0)
 
 
@@ -456,30 +458,30 @@ def are_quantized(caches: Iterable[Any]) -> bool:
 
 
 def smallest_keeping_window(caches: Iterable[Any]) -> int | None:
-    """The size of the smallest window that keeps the context's first positions; None without one.
+    """The size of the smallest window that keeps the context's first positions; None if none does.
 
     Args:
-        caches: mlx-lm's or a target's.
+        caches: mlx-lm's caches or a target's.
     """
     windows = [part for part in parts(caches) if isinstance(part, RotatingKVCache | WindowKVCache)]
     return min((part.max_size for part in windows if part.keep), default=None)
 
 
 def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
-    """The arrays in caches; pass :func:`parts` of the caches if they may include lists."""
+    """The arrays that caches hold. A ``CacheList`` is not searched: pass :func:`parts` instead."""
     found: list[Any] = []
     for cache in caches:
         # mlx's tree_flatten would take many times as long.
         slot = isinstance(cache, SlotKVCache)
         for value in (cache.keys, cache.values) if slot else vars(cache).values():
             found += value if isinstance(value, list | tuple) else [value]
-    # Sequences in slots share arrays.
+    # The caches of a layer that are in slots share their arrays.
     return list({id(one): one for one in found if isinstance(one, mx.array)}.values())
 
 
 def is_trimmable(cache: Any) -> bool:
-    """Whether a cache can drop its last positions, whatever it holds."""
-    # A rotating cache says so only until it has wrapped.
+    """Whether a cache can drop its last positions at any length."""
+    # A rotating cache says True as long as it has not wrapped.
     return cache.is_trimmable() and not isinstance(cache, RotatingKVCache)
 
 
@@ -490,7 +492,7 @@ def is_trimmable_anywhere(cache: Any) -> bool:
 
 @contextmanager
 def masked_for(rows: TreeRows, caches: Sequence[Any]) -> Iterator[None]:
-    """A context in which caches make the mask for the rows of a tree."""
+    """A ``with`` block in which the caches make the mask for the rows of a tree."""
     try:
         for cache in caches:
             cache.rows = rows
@@ -501,10 +503,10 @@ def masked_for(rows: TreeRows, caches: Sequence[Any]) -> Iterator[None]:
 
 
 def move_rows(accepted: Iterable[tuple[Sequence[Any], int, Sequence[int]]]) -> None:
-    """Move the accepted rows to the start of the step's rows; wait only once for all sequences.
+    """Move each sequence's accepted rows to the start of its step's rows; wait once for all.
 
-    Their RoPE positions are already right: a row's position is its depth, and accepted rows have
-    consecutive depths. The rows after them still have to be :func:`cut`.
+    Their RoPE positions are already right: positions follow the depth in the tree, and accepted
+    rows have consecutive depths. The rows after them still have to be :func:`cut`.
 
     Args:
         accepted: for each sequence, its caches, all of which can be cut; the position of the step's
@@ -524,19 +526,20 @@ def move_rows(accepted: Iterable[tuple[Sequence[Any], int, Sequence[int]]]) -> N
                 moved.append((array, place, array[cache.place, ..., taken, :]))
     if not moved:
         return
-    # MLX writes into an array in place once no pending operation reads it. Without this wait,
-    # each of these small writes would copy the cache of the whole context.
+    # MLX writes into an array in place only if no pending operation reads it. Without this wait,
+    # each of these small writes would copy the whole cache.
     mx.eval([new for *_, new in moved])
     for array, place, new in moved:
         array[place] = new
-    # Lazy arrays can be read in this thread only, but another thread may run the next step.
+    # Only this thread can evaluate lazy arrays, but another thread may run the next step.
     mx.async_eval(held_arrays(changed))
 
 
 def cut(caches: Iterable[Any], length: int) -> None:
     """Drop everything after the first ``length`` positions.
 
-    Each cache is cut separately, since an interrupted forward leaves some longer than others.
+    Each cache is cut by its own length, since an interrupted forward leaves some longer than
+    others.
 
     Raises:
         ValueError: a window has dropped positions that the next row would see.
@@ -548,7 +551,7 @@ def cut(caches: Iterable[Any], length: int) -> None:
 
 
 def can_be_cut(cache: Any, length: int) -> bool:
-    """Whether a row after a cache's first ``length`` positions would still see all it needs."""
+    """Whether a cache, cut to ``length`` positions, still has all that the next row sees."""
     if isinstance(cache, WindowKVCache):
         return cache.reaches_back_to(length)
     return is_trimmable_anywhere(cache)
@@ -558,10 +561,11 @@ def first_positions(cache: Any, length: int, room: int) -> Any:
     """Copy the first ``length`` positions of a cache into a new cache of mlx-lm's class.
 
     Args:
-        cache: it ends at the length, or :func:`can_be_cut` is true for it. It may be in use.
+        cache: holds exactly ``length`` positions, or can be cut to them (:func:`can_be_cut`). It
+            may be in use.
         length: at least 1.
-        room: allocate plain caches for this many positions; later writes within them copy
-            nothing.
+        room: the number of positions that a plain cache is allocated for. Up to there, later
+            writes copy nothing.
     """
     if isinstance(cache, CacheList):
         return CacheList(*(first_positions(part, length, room) for part in cache.caches))
@@ -588,11 +592,11 @@ def first_positions(cache: Any, length: int, room: int) -> Any:
 
 
 class Snapshot:
-    """The content of caches that cannot be cut, at one moment; cheap, since arrays are shared.
+    """The content that caches which cannot be cut had at one moment.
 
-    Models replace the arrays of an ``ArraysCache`` and never write into them, so references
-    are enough. Caches of other kinds may write into their arrays, so these are copied. MLX copies
-    an array only once one of the two is written to.
+    It costs little. Models replace the arrays of an ``ArraysCache`` and never write into them, so
+    references are enough. Caches of other kinds may write into their arrays, so these are copied,
+    but MLX really copies an array only when the cache or the snapshot is written to.
 
     Args:
         caches: the caches to restore.

@@ -1,10 +1,10 @@
 """Finds out what a model can verify by running a few small forwards, whatever its architecture.
 
-:func:`examine` asks three questions in order. What do the caches allow (:func:`cache_capability`)?
-Do several rows in one forward give the same result as one by one, anywhere in a context
-(:func:`chain_capability`)? Does a branching step give the same result as each of its branches?
-:func:`examine_joint` finds out how several sequences can share a forward. Logits agree if they
-differ by no more than rounding (:func:`rounding_noise`).
+:func:`examine` asks three questions. What do the caches allow (:func:`cache_capability`)? Do rows
+give the same result in one forward as in separate forwards, at every position
+(:func:`chain_capability`)? Does a branching step give the same result as its branches alone?
+:func:`examine_joint` finds out how several sequences can share a forward. Results count as the
+same if the logits differ by no more than rounding (:func:`rounding_noise`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from .patches import finite, forward_at, install
 from .target import Capability, Target, target_for, together
 
 _PREFIX = (3, 1, 4)  # the tokens before a trial step
-_ROWS_DIFFER = "several rows in one forward give different logits than one by one"
+_ROWS_DIFFER = "several rows in one forward give different logits than in separate forwards"
 
-# How much rounding alone may change logits when several rows run together, as a share of the
-# logits' spread: the lower and the upper bounds.
+# Lower and upper bounds of the change in logits that is taken for rounding when several rows run
+# together, as a share of the logits' spread.
 _LEAST_ROUNDING = 1e-4
 _MOST_ROUNDING_FLOAT32, _MOST_ROUNDING_HALF = 1e-3, 3e-2
 
@@ -57,7 +57,7 @@ def examine(model: nn.Module) -> tuple[Capability, str]:
     caches = parts(map(for_steps, make_prompt_cache(model)))
     if capability is Capability.REPLAY:
         names = _names(cache for cache in caches if not is_trimmable(cache))
-        reason = f"{names} cannot be cut back: computed again after a rejection"
+        reason = f"{names} cannot be cut back, so states are computed again after a rejection"
     elif cache_capability(caches) is Capability.CHAIN:
         names = _names(cache for cache in caches if not isinstance(cache, TREE_CACHES))
         reason = f"{names} can be cut back, but takes no tree mask"
@@ -76,7 +76,7 @@ def _names(caches: Iterable[Any]) -> str:
 
 
 def cache_capability(caches: Iterable[Any]) -> Capability:
-    """The richest capability that caches allow. No model runs, so trees may still fail.
+    """The richest capability that caches allow. The model may still fail to verify trees.
 
     Args:
         caches: from mlx-lm's ``make_prompt_cache``.
@@ -92,8 +92,8 @@ def capability_with(caches: Iterable[Any], capability: Capability) -> Capability
     """What a model can verify with a caller's caches, which may be of other kinds than its own.
 
     Args:
-        caches: mlx-lm's.
-        capability: the model's with the caches that mlx-lm makes for it.
+        caches: the caller's, of mlx-lm's classes.
+        capability: the model's capability with the caches that mlx-lm makes for it.
     """
     return max(cache_capability(caches), capability, key=list(Capability).index)  # the lesser
 
@@ -126,9 +126,10 @@ def check_quantization(model: nn.Module, options: CacheOptions) -> None:
 
 
 def chain_capability(model: nn.Module) -> Capability:
-    """Which unbranched drafts the model verifies, found once by a few forwards.
+    """Which unbranched drafts the model verifies; found by a few forwards and then remembered.
 
-    It is PLAIN even if rows differ only at some positions, as with dynamic NTK.
+    It is PLAIN even if running rows together changes logits only at some positions, as with a RoPE
+    of the type dynamic NTK.
     """
     if (known := getattr(model, "chain_capability", None)) is not None:
         return known
@@ -140,7 +141,7 @@ def chain_capability(model: nn.Module) -> Capability:
 
 
 def _verifies_chains(model: nn.Module, capability: Capability) -> bool:
-    """Whether a partly rejected step, and the step after it, give the same as single tokens."""
+    """Whether a partly rejected step and the step after it give the logits of single tokens."""
     draft, kept, after = (1, 5, 2, 6), 2, (7, 2, 1)
 
     def run(target: Target, tokens: tuple[int, ...], keep: int) -> mx.array:
@@ -173,7 +174,7 @@ def _most_rounding(found: mx.array) -> mx.array:
 class _ShiftedCache(ConcatenateKVCache):
     """A cache whose offset may exceed the number of its entries.
 
-    It allows trials at long contexts without the memory that they would need.
+    It allows trials far inside a context without memory for all that comes before.
     """
 
     offset: int
@@ -195,7 +196,7 @@ class _ShiftedCache(ConcatenateKVCache):
 
 
 def _trial_caches(model: nn.Module) -> list[Any]:
-    """New caches for a model, which :func:`_context` moves to a position."""
+    """New caches for a model, whose offset :func:`_context` can set."""
 
     def on_trial(cache: Any) -> Any:
         if isinstance(cache, CacheList):
@@ -208,8 +209,8 @@ def _trial_caches(model: nn.Module) -> list[Any]:
 def _context(model: nn.Module, length: int, prefix: tuple[int, ...] = _PREFIX) -> list[Any]:
     """Trial caches at the end of a context of ``length`` positions.
 
-    Usually only their offset is set. Where sparse attention begins to leave entries out, the caches
-    are filled with random entries for it to choose from.
+    Usually only their offset is set. Near the length where sparse attention begins to leave entries
+    out, the caches are filled with random entries for it to choose from.
 
     Args:
         model: the target.
@@ -248,15 +249,14 @@ def logits(model: nn.Module, tokens: tuple[int, ...], caches: list[Any]) -> mx.a
 # --- where a rule for positions changes ---
 
 _WITH_POSITIONS = (KVCache, RotatingKVCache)
-_ROWS = 8  # of a trial step: small changes of a rule only show in many rows
-_SAMPLES = 3  # of tokens: rounding in half precision can route rows to other experts
+_ROWS = 8  # rows of a trial step: the effect of a small change of a rule adds up over rows
+_SAMPLES = 3  # tries with different tokens: rounding can route rows to other experts
 
 
 def _rows_differ_somewhere(model: nn.Module) -> bool:
-    """Whether rows give other logits in one forward than alone, somewhere far into a context.
+    """Whether rows give other logits in one forward than alone, at some position in a context.
 
-    Trial steps, of three or four small forwards each, straddle the positions that the model's
-    configuration names.
+    Trial steps straddle the positions that the model's configuration names.
     """
     kinds = {type(cache) for cache in parts(make_prompt_cache(model))}
     with_positions = {kind for kind in kinds if issubclass(kind, _WITH_POSITIONS)}
@@ -278,7 +278,7 @@ def rows_agree(model: nn.Module, start: int, noise: float, sample: int) -> bool:
         model: the target.
         start: the position of the step's first row.
         noise: from :func:`rounding_noise`.
-        sample: the number of the sample of tokens to try.
+        sample: selects the step's tokens; 0 or more.
     """
     at_once = _context(model, start)
     apart = copy.deepcopy(at_once)
@@ -292,8 +292,8 @@ def rows_agree(model: nn.Module, start: int, noise: float, sample: int) -> bool:
 def _first_failing(model: nn.Module, agrees: Callable[..., bool], *args: Any) -> int | None:
     """The first position at which a trial step fails.
 
-    Steps are tried at the beginning of a context and across all crossings, which reveals positions
-    that are scaled outside RoPE modules.
+    Steps are tried at the beginning of a context and across all :func:`crossings`. That also
+    reveals models that scale positions outside RoPE modules.
 
     Args:
         model: the target.
@@ -318,10 +318,10 @@ _DEPTH = len(_BRANCHES[0])
 
 
 def rounding_noise(model: nn.Module) -> float:
-    """How much rounding makes logits differ between rows computed together and one by one.
+    """How far rounding makes logits differ between rows of one forward and of separate forwards.
 
-    The result has an upper bound: a larger difference is a fault of the model, which must not
-    excuse other faults.
+    The result has an upper bound. A larger difference is a fault of the model, not rounding, and
+    must not hide other faults.
     """
     tokens = (*_PREFIX, 1, 5, 2, 6)
     at_once, one_by_one = _trial_caches(model), _trial_caches(model)
@@ -332,7 +332,7 @@ def rounding_noise(model: nn.Module) -> float:
 
 
 def tree_agrees(model: nn.Module, start: int, noise: float) -> bool:
-    """Whether a branching step at this position gives the same logits as separate branches."""
+    """Whether a branching step at this position gives the same logits as its branches alone."""
     tree = DraftTree.from_branches(_ROOT, _BRANCHES)
     before = _context(model, start)
     caches = copy.deepcopy(before)
@@ -346,7 +346,7 @@ def tree_agrees(model: nn.Module, start: int, noise: float) -> bool:
     except (TypeError, ValueError):
         return False  # a RoPE that accepts only one integer offset
     found = finite(found.astype(mx.float32))
-    agreed = []  # no machine may stop early: the others would wait for it
+    agreed = []  # tried to the end: if one machine stopped early, the others would wait for it
     for index, branch in enumerate(_BRANCHES):
         nodes = mx.array([0, *range(1 + index * _DEPTH, 1 + (index + 1) * _DEPTH)])
         expected = logits(model, (_ROOT, *branch), copy.deepcopy(before))
@@ -365,7 +365,7 @@ def _agrees(found: mx.array, expected: mx.array, noise: float) -> bool:
 
 _PREFIXES = (_PREFIX, (2, 7, 5), (6, 2, 3))
 _JOINT_STEPS = (((1, 5, 2, 6), (7,), (2, 1)), ((3,), (4, 1), (5,)))
-"""For each trial step, the number of rows of each sequence."""
+"""The tokens of each trial step, for each sequence."""
 
 
 def joint_mode(model: nn.Module) -> JointMode:
@@ -385,8 +385,8 @@ def examine_joint(model: nn.Module, capability: Capability) -> tuple[JointMode, 
             one sequence affect each other, so nothing is tried.
 
     Returns:
-        the cheapest mode that gives each sequence the same as its own forward, and the reason why
-        it is no cheaper one.
+        the cheapest mode that gives each sequence the logits of a forward of its own, and the
+        reason for this mode.
     """
     if getattr(model, "is_pipeline", False):
         return JointMode.ALONE, "its layers are on several machines"
@@ -400,7 +400,7 @@ def examine_joint(model: nn.Module, capability: Capability) -> tuple[JointMode, 
     if position is None:
         return JointMode.SPLIT, "a joint forward gives each sequence the same result as alone"
     if _first_failing(model, joint_agrees, JointMode.BLOCK.value) is None:
-        reason = f"without the mask it differs from separate forwards at position {position}"
+        reason = f"a joint forward needs the mask to equal separate forwards at position {position}"
         return JointMode.BLOCK, reason
     reason = f"a joint forward differs from separate forwards at position {position}"
     return JointMode.ALONE, reason
@@ -423,8 +423,8 @@ def joint_agrees(model: nn.Module, start: int, noise: float, mode: str) -> bool:
     targets = [Target(model, Capability.CHAIN, cache=copy.deepcopy(own)) for own in apart]
     joint = Joint(model, JointMode(mode))
     recurrent = any(isinstance(part, ArraysCache) for part in parts(apart[0]))
-    # Damage to a recurrent state shows in the next step.
-    agreed = []  # no machine may stop early: the others would wait for it
+    # Damage to a recurrent state shows only in the next step.
+    agreed = []  # tried to the end, as in tree_agrees
     for rows in _JOINT_STEPS if recurrent else _JOINT_STEPS[:1]:
         expected = [logits(model, *own) for own in zip(rows, apart, strict=True)]
         trees = [DraftTree.chain(tokens[0], tokens[1:]) for tokens in rows]
@@ -433,7 +433,7 @@ def joint_agrees(model: nn.Module, start: int, noise: float, mode: str) -> bool:
             found = finite(found.astype(mx.float32))
             mx.eval(found)
         except (AttributeError, IndexError, TypeError, ValueError):
-            return False  # it uses keys, masks or positions in an unsupported way
+            return False  # the model uses keys, masks or positions in an unsupported way
         agreed += [
             _agrees(found[span], own, noise) for span, own in zip(spans, expected, strict=True)
         ]

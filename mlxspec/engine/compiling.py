@@ -1,7 +1,7 @@
 """Compiles constraints so that none can crash this process or keep it busy for long.
 
-They are first compiled in another process, which may crash and has limits of time and memory.
-Constraints that pass are compiled here, on a larger stack.
+Each is first compiled in another process, which may crash, and whose time and memory are limited.
+If it passes, it is compiled again in this process, which has a larger stack.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ..errors import OptionError
 from . import compiling_process
 from .params import ONE_LINE, Constraint
 
-# These are llguidance's defaults, with three exceptions: the grammar's size (compile time grows
-# with the cube of the number of optional properties: a second for 2000), the automaton's states
-# (one or two kilobytes each), and verbose errors, which would repeat the output.
+# These are llguidance's defaults, with three exceptions: the size of a grammar (compile time grows
+# with the cube of the number of optional properties, and 2000 take a second), the number of the
+# automaton's states (one or two kilobytes each), and verbose errors, which would repeat the output.
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,  # some 20 ms
     "step_lexer_fuel": 200_000,  # some 15 ms
@@ -32,24 +32,27 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _SECONDS = 2.0  # of CPU time
-_MEMORY = 512 << 20  # bytes; on Linux of address space, which is 100 MB at the start
+_MEMORY = 512 << 20  # bytes; on Linux, of address space, of which the process starts with 100 MB
 _STACK = 2 << 20  # bytes, enough for a chain of 200 references; this process has more
 
 Outline = dict[str, Any]
-"""The parts of a tokenizer that the other process needs, as JSON values; they are the arguments of
-:func:`~mlxspec.engine.compiling_process._outlined`.
+"""The parts of a tokenizer that the other process needs, as JSON values: the arguments of
+:func:`~mlxspec.engine.compiling_process._outlined` by name.
 """
 
 
 def compiled(
     constraint: Constraint, tokens: llguidance.LLTokenizer, outline: Outline
 ) -> llguidance.LLMatcher:
-    """Compile a constraint into a matcher at its beginning, and compute the first mask.
+    """Compile a constraint, and compute its first mask.
 
     Args:
         constraint: the constraint.
-        tokens: the model's tokens.
-        outline: the outline of these tokens.
+        tokens: the model's tokens in llguidance's form.
+        outline: the parts of the same tokenizer for the other process.
+
+    Returns:
+        a matcher at the beginning of the constraint.
 
     Raises:
         OptionError: the constraint is invalid or unsatisfiable, or takes too much time or memory to
@@ -69,7 +72,7 @@ def tried(constraint: Constraint, outline: Outline) -> str:
     """Compile a constraint in another process.
 
     Returns:
-        its definition in llguidance's form.
+        the constraint's definition in llguidance's form.
 
     Raises:
         OptionError: llguidance refuses the constraint, crashes, or exceeds a limit.
@@ -95,7 +98,7 @@ def tried(constraint: Constraint, outline: Outline) -> str:
         raise OptionError(
             f"the {constraint.noun} cannot be used: compiling it takes more than {_SECONDS:g} "
             f"seconds or {_MEMORY >> 20} MB, or crashes (status {done.returncode}); make it "
-            "simpler, or its references and nesting flatter"
+            "simpler, with fewer levels of nesting and of references"
         )
     definition, problem = json.loads(done.stdout)
     if problem:
@@ -104,7 +107,7 @@ def tried(constraint: Constraint, outline: Outline) -> str:
 
 
 def in_one_line(message: object) -> str:
-    """An error from llguidance in one line, without the excerpt of the text."""
+    """One of llguidance's error messages in one line, without its excerpt of the constraint."""
     lines = [" ".join(line.split()) for line in str(message).splitlines()] or [""]
     reasons = [line for line in lines[1:] if line.startswith("error:")]
     return " ".join([lines[0], *reasons[:1]])

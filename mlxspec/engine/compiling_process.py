@@ -1,8 +1,8 @@
 """The process that tries out a constraint; :mod:`mlxspec.engine.compiling` starts it.
 
 It runs as a script and imports nothing from mlxspec, to start quickly. It reads the arguments of
-:func:`main` as JSON, and writes a JSON list of the constraint's definition and llguidance's error.
-A constraint that crashes or exceeds a limit ends the process.
+:func:`main` as JSON, and writes the result of :func:`tried` as a JSON list. A constraint that
+crashes llguidance or exceeds a limit ends the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(path: str, seconds: float, memory: int, stack: int, **constraint: Any) 
         seconds: the CPU time that compiling may take.
         memory: the bytes that the process may take, if the system can limit them.
         stack: the bytes of the compiling thread's stack.
-        constraint: arguments of :func:`tried`.
+        constraint: the arguments of :func:`tried`.
     """
     sys.path.append(path)
     import llguidance  # noqa: F401 (before the time limit starts)
@@ -42,16 +42,16 @@ def main(path: str, seconds: float, memory: int, stack: int, **constraint: Any) 
 def tried(
     kind: str, text: str, lead: str, json_format: Any, outline: Any, limits: Any
 ) -> tuple[str, str]:
-    """Convert a constraint, and compile it up to the first token that it does not force.
+    """Convert a constraint to a definition, and follow it to the first token that it leaves open.
 
     Args:
         kind, text, lead: as in :class:`mlxspec.engine.params.Constraint`.
         json_format: llguidance's options for white space in JSON.
-        outline: arguments of :func:`_outlined`.
+        outline: the arguments of :func:`_outlined`, by name.
         limits: llguidance's limits.
 
     Returns:
-        the definition, and llguidance's error, or "".
+        the definition in llguidance's form, and llguidance's error, or "" without one.
     """
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
@@ -87,7 +87,7 @@ class ByteTokens:
 
     Args:
         tokens: the bytes of each token.
-        special: the ids of tokens without text, which grammars may name.
+        special: the ids of tokens without text; grammars may name these tokens.
         end: the first id that ends an output.
         encode: returns the ids of a text.
     """

@@ -1,4 +1,4 @@
-"""The costs of a model's steps: identifies the machine, measures the costs and keeps them."""
+"""Identifies a model and its machine, measures the costs of its steps, and keeps them on disk."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 
 def machine_identity() -> Identity:
-    """Chip, device and libraries, without the names of host and user."""
+    """The chip, the device and the libraries, without the names of host and user."""
     device = mx.default_device()
     info = mx.device_info(device)
     identity: Identity = {
@@ -73,10 +73,10 @@ def machine_identity() -> Identity:
 
 
 def model_identity(model: nn.Module) -> Identity:
-    """A readable kind and size, and a digest of configuration, shapes and data types.
+    """The model's kind and size in words, and a digest of its configuration, shapes and data types.
 
-    The shapes of packed weights and their scales show the bits and group size of a quantisation.
-    A fine-tuned model has the identity of its base model, since it has the same speed.
+    The bits and the group size of a quantisation show in the shapes of packed weights and scales.
+    A fine-tuned model has the same identity as its base model, since it has the same speed.
     """
     weights = tree_flatten(model.parameters())
     digest = hashlib.sha256(type(model).__module__.encode())
@@ -94,9 +94,10 @@ def model_identity(model: nn.Module) -> Identity:
 
 
 def global_blas() -> str:
-    """The library whose BLAS takes precedence over that of MLX's CPU wheel; "own" without one.
+    """The library whose BLAS takes precedence over that of MLX's CPU wheel; "own" if none does.
 
-    It has a very different curve T(M)/T(1) (see :func:`mlxspec.process.prefer_openblas`).
+    With such a library, the curve T(M)/T(1) is very different (see
+    :func:`mlxspec.process.prefer_openblas`).
     """
     maps = Path("/proc/self/maps")  # Linux lists mapped files here
     loaded = maps.read_text().split() if maps.exists() else []
@@ -118,8 +119,8 @@ def whole_memory() -> int:
 def free_memory() -> int:
     """The bytes that MLX can take, besides those that it uses or keeps for later arrays.
 
-    On a GPU, this is the driver's recommended limit less those. With unified memory, as on a Mac,
-    and on a CPU, it is no more than the system can give to programs without swapping.
+    On a GPU, this is what they leave of the driver's recommended limit. On a CPU, and with unified
+    memory as on a Mac, it is no more than the system can give to programs without swapping.
     """
     free = whole_memory() - mx.get_active_memory() - mx.get_cache_memory()
     if mx.default_device().type == mx.cpu or mx.metal.is_available():
@@ -128,7 +129,7 @@ def free_memory() -> int:
 
 
 def least_free_memory(model: nn.Module) -> int:
-    """:func:`free_memory`, on the machine that has the least if the model is split over several."""
+    """:func:`free_memory`; of the machine with the least if the model is split over several."""
     group = getattr(model, "split_over", None)
     if group is None:
         return free_memory()
@@ -138,15 +139,15 @@ def least_free_memory(model: nn.Module) -> int:
 
 
 _TRIED = 32  # rows of the forwards whose memory is measured
-_BEHIND = 512  # positions before the later forwards
+_BEHIND = 512  # positions that the caches of the last forward hold in addition
 
 
 def forward_memory(model: nn.Module, max_kv_size: int | None) -> tuple[int, float]:
     """Measure the memory that a forward takes besides the caches.
 
     Returns:
-        the bytes for each row, and the bytes for each row and position before it: attention that is
-        not fused stores its scores.
+        the bytes for each row, and the bytes for each pair of a row and a position before it, in
+        which attention that is not fused stores its scores.
     """
     caches = make_prompt_cache(model, max_kv_size)
     trained = getattr(model, "trained_head", None)
@@ -179,20 +180,20 @@ def forward_memory(model: nn.Module, max_kv_size: int | None) -> tuple[int, floa
 _UNENDING = 1 << 30  # tokens
 _SHORT_CONTEXT = 64  # tokens before the measured steps
 _LONG_CONTEXTS = 1000, 8000
-_LEAST_LONG = 500  # tokens; attention to fewer is a small part of a step
-_SHARE_OF_MEMORY = 1 / 16  # that the caches of a measurement may take
+_LEAST_LONG = 500  # tokens; attention to fewer takes a small part of a step
+_SHARE_OF_MEMORY = 1 / 16  # the share that the caches of a measurement may take
 
 
 def measured_contexts(model: nn.Module, sequences: int = 1) -> list[int]:
     """The context lengths at which step times are measured: 64, 1000 and 8000 tokens.
 
-    If the model or the memory does not allow 8000, it is halved until they do. If that is below
-    500, or if only a prompt can fill the caches, steps are measured only after 64 tokens, or after
-    a quarter of the model's context.
+    If the model or the memory does not allow 8000, the length is halved until they do. If it falls
+    below 500, or if only a prompt can fill the caches, the only length is 64. For a model whose
+    context is shorter than 256, the first length is a quarter of its context instead of 64.
 
     Args:
         model: an mlx-lm model.
-        sequences: how many share each step, every one with a context of that length.
+        sequences: the number of sequences that share each step, each with its own context.
     """
     window, (middle, long) = context_length(model) or _UNENDING, _LONG_CONTEXTS
     short = max(1, min(_SHORT_CONTEXT, window // 4))
@@ -227,24 +228,25 @@ def calibrate(
 ) -> KnownTimes:
     """Measure how long plain and drafted steps of a model take.
 
-    Afterwards the model's attention is split if that was faster here; see
+    Afterwards the model's attention is split if that was faster in this measurement; see
     :func:`mlxspec.engine.patches.split_attention`.
 
     Args:
         model: an mlx-lm model.
-        plan: which steps, and for how long; see :data:`mlxspec.drafting.measurement.QUICK`.
-        context: tokens before the first step. If the model's context is too short for all steps,
-            they run for one round only.
-        sequences: how many share each step, each with its own context. One row stands for a plain
-            step of all, and each further row is a draft row.
+        plan: which steps to measure, and for how long; see
+            :data:`mlxspec.drafting.measurement.QUICK`.
+        context: the number of tokens before the first step. If the model's context is too short for
+            all steps, there is only one round of steps.
+        sequences: the number of sequences that share each step, each with its own context. A step
+            of one row then means a plain step of all, and each further row is a draft row.
         name: the model's name as the user gave it.
         on_progress: called with the fraction of the steps that is done, 0 to 1.
 
     Returns:
-        one time per number of rows; a single one if the model cannot verify drafts.
+        a time for each number of rows; only the plain step's if the model cannot verify drafts.
 
     Raises:
-        OptionError: more ``sequences`` than the model's forward can share.
+        OptionError: the model's forwards cannot be shared by that many sequences.
     """
     started = time.perf_counter()
     window = context_length(model) or _UNENDING
@@ -264,11 +266,11 @@ def calibrate(
     return KnownTimes(times, plan.source, name=name, split=split)
 
 
-_SPLIT_ROWS = 12  # wider than any fused attention, and narrow enough to be fast
-_SPLIT_GAIN = 0.95  # of unsplit attention's time; smaller gains may be noise
-_SPLIT_TRIES = 3  # the first of each kind also compiles kernels
+_SPLIT_ROWS = 12  # more than any fused attention takes, but few enough to be fast
+_SPLIT_GAIN = 0.95  # of the time of unsplit attention; smaller gains may be noise
+_SPLIT_TRIES = 3  # the first try of each kind also compiles kernels
 
-_SEED = 16  # tokens that run as a prompt before the caches are filled
+_SEED = 16  # tokens that run as a prompt, whose entries then fill the caches
 _FILLABLE = KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache
 
 
@@ -279,7 +281,7 @@ def _can_be_filled(model: nn.Module) -> bool:
 
 
 def _repeat(caches: abc.Sequence[Any], length: int, count: int) -> None:
-    """Append ``count`` positions to caches, which repeat the first ``length`` ones."""
+    """Append ``count`` positions to caches by repeating their first ``length`` positions."""
     for cache in parts(caches):
         if not isinstance(cache, ArraysCache):
             keys, values = cache.keys[..., :length, :], cache.values[..., :length, :]
@@ -295,8 +297,8 @@ class ModelSteps:
 
     Args:
         model: an mlx-lm model.
-        context: tokens before the first step.
-        sequences: how many share each step, each with its own context.
+        context: the number of tokens before the first step.
+        sequences: the number of sequences that share each step, each with its own context.
 
     Attributes:
         target: the first sequence's target.
@@ -312,14 +314,13 @@ class ModelSteps:
         self._sequences: list[Sequence] = []
         seed = min(context - 1, _SEED) if _can_be_filled(model) else context - 1
         for _ in range(sequences):
-            # The target verifies chains if the model does.
             target = target_for(model, chain_capability(model))
             drafter = _RandomChains(vocabulary_size(model))
             with mx.stream(generation_stream):
                 target.prefill(drafter.tokens(seed))
                 if context - 1 > seed:
-                    # Attention takes the same time for any keys, and a prompt of that length would
-                    # take long.
+                    # Attention takes the same time whatever the keys, and a real prompt of this
+                    # length would take long to run.
                     _repeat(target.cache, seed, context - 1 - seed)
                     target.begin_at(context - 1)
             sequence = Sequence(
@@ -340,7 +341,7 @@ class ModelSteps:
         self.target: Target = self._sequences[0].target
 
     def splits_attention(self, end: float) -> bool | None:
-        """Whether wide drafts are faster with their attention split; the model keeps the faster.
+        """Whether wide drafts are faster if their attention is split; if so, it stays split.
 
         Returns:
             None if there was no time to find out; attention is then not split.
@@ -356,7 +357,7 @@ class ModelSteps:
         return pays if known else None
 
     def plain(self, tokens: int) -> list[float]:
-        """Seconds of each of ``tokens`` pipelined plain steps."""
+        """The seconds of each of ``tokens`` pipelined plain steps."""
         times: list[float] = []
         while len(times) < tokens:
             seconds, verified = self._step([1] * len(self._sequences), pipelined=True)
@@ -365,7 +366,7 @@ class ModelSteps:
         return times
 
     def drafted(self, rows: int) -> float:
-        """Seconds of one whole drafted step: proposal, forward, reading, acceptance, commit.
+        """The seconds of one whole drafted step: proposal, forward, reading, acceptance, commit.
 
         Its ``rows - 1`` draft rows are shared among the sequences as equally as possible.
         """
@@ -377,7 +378,9 @@ class ModelSteps:
                 return seconds
 
     def _step(self, rows: abc.Sequence[int], pipelined: bool) -> tuple[float, VerifiedStep]:
-        """Run a step with these rows per sequence; return its seconds and the first result."""
+        """Run a step with these rows per sequence; return its seconds and the first sequence's
+        result.
+        """
         for drafter, own in zip(self._drafters, rows, strict=True):
             drafter.pipelined, drafter.rows = pipelined, own
         started = time.perf_counter()
@@ -418,7 +421,7 @@ class _RandomChains(Drafter):
 # --- keeping ---
 
 _SECONDS_BETWEEN_SAVES = 30.0
-_BUSY = 0.4  # relative uncertainty of a time that was measured on a busy machine
+_BUSY = 0.4  # the relative uncertainty of a time that was measured on a busy machine
 
 
 def cost_key(model: nn.Module) -> CostKey:
@@ -431,14 +434,15 @@ def costs_for(
 ) -> KeptCosts:
     """The costs of a model's steps on this machine.
 
-    A measurement that is too noisy is not kept. The costs then begin with those of a typical
-    machine, real steps correct them, and the next process measures again.
+    They are measured if they are not known yet. A measurement that is too noisy is not kept. The
+    costs then begin with those of a typical machine, real steps correct them, and the next process
+    measures again.
 
     Args:
         model: an mlx-lm model.
-        cache: where measured times are kept; in the user's cache directory by default.
-        on_progress: called with the fraction done, 0 to 1, during a first measurement, which takes
-            less than 3 seconds.
+        cache: where measured times are kept; by default in the user's cache directory.
+        on_progress: called with the fraction done, 0 to 1, during a measurement, which takes less
+            than 3 seconds.
     """
     cache, key = cache or CostCache(), cost_key(model)
     found, (short, *longer) = cache.read(key), measured_contexts(model)
@@ -448,7 +452,7 @@ def costs_for(
     else:
         found = {}
     wanted = [] if found else [(QUICK, short)]
-    # In an earlier process, there may have been no time for the long context.
+    # An earlier process may have had no time for the long context.
     if longer and drafts and len(found) < 2:
         wanted.append((QUICK_LONG, longer[-1]))
     for done, (plan, context) in enumerate(wanted):
@@ -460,15 +464,15 @@ def costs_for(
         enough = is_whole(known.times) if context == short else len(known.times) > 1
         problem = noise(known.times)
         if drafts and not problem and not enough:
-            problem = "there was no time for steps over 2, 4 and 8 rows"
+            problem = "there was no time for steps of 2, 4 and 8 rows"
         if not problem:
             found[context] = known
             cache.update(key, found)
         elif not found:
             _log.warning(
-                "step times were measured while the machine was busy, or it is slow for this model "
-                "(%s): drafts begin with typical costs, which real steps correct; the next start "
-                "measures again",
+                "step times could not be measured well, since the machine was busy or is slow for "
+                "this model (%s): drafts begin with typical costs, which real steps correct; the "
+                "next start measures again",
                 problem,
             )
             plain = replace(known.times[0], uncertainty=_BUSY)
@@ -484,7 +488,11 @@ def _in_part(on_progress: ShareDone | None, done: int, parts: int, share: float)
 
 
 def split_length(found: TimesByContext) -> int | None:
-    """The context length from which attention is split, between two measured lengths."""
+    """The context length from which attention is split; None for never.
+
+    It is the geometric mean of the last measured length at which unsplit attention was faster, and
+    the first after it at which split attention was.
+    """
     measured_whole = (context for context, known in found.items() if known.split is False)
     whole = max(measured_whole, default=_SHORT_CONTEXT)
     split = [context for context, known in found.items() if known.split and context > whole]
@@ -492,10 +500,10 @@ def split_length(found: TimesByContext) -> int | None:
 
 
 class KeptCosts(LiveCosts):
-    """Costs whose corrections by real steps are kept for the next process.
+    """Costs that real steps correct, and whose corrections are kept for the next process.
 
     Args:
-        cache: where they are kept.
+        cache: where the corrections are kept.
         key: from :func:`cost_key`.
         found: the known times, for at least one context length.
         clock: returns the time in seconds.
@@ -514,13 +522,13 @@ class KeptCosts(LiveCosts):
         self._next_save = clock()
 
     def _begun_with(self, known: abc.Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
-        """Costs for ``count`` sequences, beginning with those that an earlier process learned."""
+        """Costs for ``count`` sequences; they begin with what an earlier process learned."""
         key = self._key.of_sequences(count)
         begun = {context: KnownTimes(times, "steps") for context, times in known.items()}
         return KeptCosts(self._cache, key, self._cache.read(key) or begun, self._clock)
 
     def end(self) -> None:
-        """Save the costs learned in a generation, unless the last save is recent."""
+        """Save the costs that a generation has learned, unless the last save is recent."""
         if self._clock() < self._next_save:
             return
         self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES

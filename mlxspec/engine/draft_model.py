@@ -17,7 +17,7 @@ from .capability import capability_with
 from .sampling import Perturb, draft_values
 from .target import Capability, Target, vocabulary_size
 
-_MOST_PADDING = 1024  # by which output layers for the same tokenizer may differ
+_MOST_PADDING = 1024  # the most that the output layers for one tokenizer may differ by, in tokens
 
 
 class DraftModelDrafter(Drafter):
@@ -26,10 +26,10 @@ class DraftModelDrafter(Drafter):
     (Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding",
     ICML 2023, arXiv 2211.17192. Here the target accepts a token if it would have chosen the same.)
     In a generation, the draft model samples with the output's temperature, filters and random
-    numbers. So most of its samples equal the target's if the models are similar; see
-    :func:`mlxspec.engine.sampling.draft_values`. Without :meth:`attach` it takes the most likely
+    numbers. If the models are similar, most of its samples then equal the target's; see
+    :func:`mlxspec.engine.sampling.draft_values`. Without :meth:`attach`, it takes the most likely
     tokens. The draft model has its own KV cache, which is cut back when drafts are rejected. As the
-    second drafter of a :class:`mlxspec.CombinedDrafter`, it drafts only when the first has no
+    second drafter of a :class:`mlxspec.CombinedDrafter`, it drafts only if the first drafter has no
     draft.
 
     Args:
@@ -37,7 +37,7 @@ class DraftModelDrafter(Drafter):
         num_draft_tokens: the most tokens to draft; the default is mlx-lm's.
 
     Raises:
-        OptionError: ``num_draft_tokens`` is not a whole number, or below 1.
+        OptionError: ``num_draft_tokens`` is not a whole number, or is below 1.
     """
 
     branching = False
@@ -48,7 +48,7 @@ class DraftModelDrafter(Drafter):
         if num_draft_tokens < 1:
             raise OptionError(f"num_draft_tokens is {num_draft_tokens}: draft at least 1 token")
         self.model = model
-        # No trial is needed: if rows differ, that only costs drafts.
+        # No trial is needed: if rows affect each other, only drafts get worse.
         self._capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
         self._attached: tuple[Target, Perturb] | None = None
 
@@ -65,7 +65,7 @@ class DraftModelDrafter(Drafter):
 
     def propose(self, max_depth: int) -> DraftTree:
         count = min(max_depth, self.num_draft_tokens)
-        # Lazy: all tokens are read at once, after the last forward has been dispatched.
+        # The tokens stay lazy: all are read at once, after the last forward has been dispatched.
         drafted: list[mx.array] = []
         if count > 0:
             rows = mx.array(self._readable(self._context[self._target.length :]))
@@ -91,7 +91,7 @@ class DraftModelDrafter(Drafter):
         return [token if token < size else 0 for token in tokens]
 
     def _next_token(self, tokens: mx.array, place: int) -> mx.array:
-        """Run tokens, (rows,), and return the next one, (1,), which is the draft's at ``place``."""
+        """Run tokens, (rows,); return the token at index ``place`` of the draft, (1,)."""
         tree = DraftTree.chain(0, [0] * (len(tokens) - 1))  # only the size matters
         with mx.stream(generation_stream):
             values = self._target.forward(tokens, tree)[-1:]
@@ -106,7 +106,9 @@ class DraftModelDrafter(Drafter):
 
 
 def _resized(logits: mx.array, size: int) -> mx.array:
-    """Logits of ``size`` tokens, since their number affects the noise; padding is never chosen."""
+    """Logits cut or padded to ``size`` tokens, whose number affects the noise. Padding is never
+    chosen.
+    """
     missing = max(0, size - logits.shape[-1])
     return mx.pad(logits[:, :size], [(0, 0), (0, missing)], constant_values=-mx.inf)
 

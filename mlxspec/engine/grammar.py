@@ -1,7 +1,7 @@
-"""Constraints as token masks: which tokens may come next at each node of a draft, and which must.
+"""Constraints as token masks: which tokens may follow each node of a draft, and which must.
 
-The library llguidance does the parsing. One matcher follows the output, and copies of it follow the
-branches of a draft, so each row of a step gets the mask for its own context.
+The library llguidance parses the output. One of its matchers follows the output, and copies of it
+follow the branches of a draft, so each row of a step gets the mask for its own context.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .compiling_process import ByteTokens
 from .params import Constraint, Phase, Phases
 
 _KEPT = 64  # compiled constraints per tokenizer
-_MOST_FORCED = 1024  # tokens at a time: forced text can have any length
+_MOST_FORCED = 1024  # tokens to return at once, since forced text can have any length
 
 _ANCHOR = "☺"  # no token merges it with the text after it
 _UNKNOWN = "\ufffd".encode()
@@ -38,7 +38,7 @@ class Vocabulary:
         vocab_size: the number of token ids that the model knows.
 
     Raises:
-        OptionError: the tokenizer lacks a token that ends an output, or one for some character.
+        OptionError: the tokenizer lacks a token that ends an output, or one for an ASCII character.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int) -> None:
@@ -59,7 +59,7 @@ class Vocabulary:
         characters = {*map(chr, range(32, 127))} - {b.decode("latin-1") for b in self._texts}
         if characters:
             raise OptionError(
-                f"constraint: the tokenizer has no token for {min(characters)!r} alone, and "
+                f"constraint: the tokenizer has no token for just {min(characters)!r}, but "
                 "constraints need one for every ASCII character; use a model with another tokenizer"
             )
         self._encode = _encoder(tokenizer)
@@ -76,7 +76,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper, vocab_size: int) -> Vocabulary:
-        """The vocabulary of a tokenizer, stored on the tokenizer; raises as the class does."""
+        """The vocabulary of a tokenizer, kept on the tokenizer; raises what the class raises."""
         key = vocab_size, frozenset(tokenizer.eos_token_ids)
         kept = getattr(tokenizer, "_mlxspec_vocabulary", None)
         if kept is None or kept[0] != key:
@@ -88,8 +88,8 @@ class Vocabulary:
     def encode(self, text: str) -> list[int]:
         """Encode a text that continues a line, as tokens of exactly its bytes.
 
-        The tokenizer's own encoding is preferred: of the text alone, or of the text after an
-        anchor, which keeps the tokenizer from inserting a space.
+        If possible, they are what the tokenizer itself makes of the text, alone or after an anchor,
+        which keeps the tokenizer from inserting a space.
         """
         wanted = text.encode()
         ids = self._encode(text)
@@ -112,7 +112,7 @@ class Vocabulary:
 
 
 def _special_tokens(tokenizer: TokenizerWrapper, vocab_size: int) -> set[int]:
-    """Tokens without text: control tokens, and markers of reasoning and tool calls."""
+    """The tokens without text: control tokens, and the markers of reasoning and tool calls."""
     special = {*tokenizer.all_special_ids}
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special |= {token for token, one in added.items() if getattr(one, "special", False)}
@@ -134,15 +134,15 @@ def token_of(tokenizer: TokenizerWrapper, marker: str) -> int | None:
 
 def _bytes_of(tokenizer: TokenizerWrapper, token: int) -> bytes:
     text = token_bytes(tokenizer, token)
-    return b"" if _UNKNOWN in text else text  # part of a character, with unknown bytes
+    return b"" if _UNKNOWN in text else text  # the unknown bytes of a part of a character
 
 
 def _encoder(tokenizer: TokenizerWrapper) -> Callable[[str], list[int]]:
-    """A function that encodes a text unchanged, in any thread."""
+    """A function that encodes a text without adding or removing anything, in any thread."""
     backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
     if backend is None:
         return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
-    own = copy.deepcopy(backend)  # others may change the original's settings
+    own = copy.deepcopy(backend)  # other code may change the original's settings
     own.no_padding()
     own.no_truncation()
     return lambda text: list(own.encode(text, add_special_tokens=False).ids)
@@ -183,7 +183,7 @@ class Grammar:
             self._place = place
 
     def forced(self) -> tuple[int, ...]:
-        """The tokens that must come next, whatever the model predicts; empty if it has a choice."""
+        """The tokens that must come next, whatever the model predicts; empty if several may."""
         phase, matcher, fresh, ended = self._place
         if matcher is None or ended or (fresh and phase.exits):
             return ()
@@ -202,7 +202,7 @@ class Grammar:
         """Which tokens may follow each node.
 
         Returns:
-            bool, (rows, vocabulary), all True after a node that is itself not allowed; None if any
+            bool, (rows, vocabulary); all True after a node that is not allowed itself. None if any
             token may follow any node.
         """
         masks = np.ones((len(tree), self._vocab_size), dtype=np.bool_)
@@ -212,7 +212,10 @@ class Grammar:
         return None if masks.all() else mx.array(masks)
 
     def _places(self, tree: DraftTree) -> Iterator[_Place | None]:
-        """The place after each node of a draft, to use at once; None if the node is not allowed."""
+        """The place after each node of a draft, None for a node that is not allowed.
+
+        Each place is valid only until the next one is taken.
+        """
         places: list[_Place | None] = [self._place]
         yield self._place
         last_child = {parent: node for node, parent in enumerate(tree.parents)}
@@ -231,7 +234,7 @@ class Grammar:
         return place._replace(matcher=place.matcher and place.matcher.deep_copy())
 
     def _after(self, place: _Place, token: int) -> _Place | None:
-        """The place after a token, which takes over the matcher; None if it is not allowed."""
+        """The place after a token, None if the token is not allowed. It takes over the matcher."""
         phase, matcher, fresh, ended = place
         # A draft may hold any integer; an id outside the vocabulary would break the matcher.
         if ended or not 0 <= token < self._vocab_size:
@@ -247,7 +250,7 @@ class Grammar:
         return place._replace(fresh=False)
 
     def _mask_into(self, mask: np.ndarray, place: _Place) -> None:
-        """Write the mask of the tokens that may come next, (vocabulary,)."""
+        """Write into ``mask``, (vocabulary,), which tokens may follow a place."""
         phase, matcher, fresh, ended = place
         if matcher is None:
             mask[self._ends] = ended or phase.may_end
@@ -262,7 +265,7 @@ class Grammar:
 
 
 def _beginning(phase: Phase, vocabulary: Vocabulary) -> _Place:
-    # A tokenizer may have markers that the model lacks.
+    # The ids of a tokenizer's markers may exceed the model's vocabulary.
     exits = {token: to for token, to in phase.exits.items() if token < vocabulary.vocab_size}
     matcher = vocabulary.matcher(phase.constraint) if phase.constraint else None
     return _Place(phase._replace(exits=exits), matcher)
@@ -288,7 +291,7 @@ _STUCK = "the model's tokens cannot continue the constrained output: change the 
 
 
 def _check(matcher: llguidance.LLMatcher) -> None:
-    """Raise an error if a matcher has failed or is stuck."""
+    """Raise OptionError if a matcher has failed or no token can follow."""
     if matcher.is_error():
         raise OptionError(
             f"the constraint is too costly to follow ({in_one_line(matcher.get_error())}): "

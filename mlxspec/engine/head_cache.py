@@ -1,4 +1,4 @@
-"""A trained head's state for one sequence: its own caches, and rows that it has not seen."""
+"""A trained head's state for one sequence: its own caches, and rows that it has yet to see."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .caches import cut, first_positions, for_steps, held_arrays
 from .hidden import HiddenStates
 
 _MOST_UNSEEN = 64  # rows of steps that wait to be seen by a head
-_MOST_HELD = 512  # rows of the forwards that they belong to
+_MOST_HELD = 512  # rows of the forwards that these belong to
 
 
 class _Rows(NamedTuple):
-    """Rows of a forward, which a head has not seen.
+    """Rows of a forward that a head has yet to see.
 
     Attributes:
         tokens: the tokens of all rows of the sequence, (rows,).
-        states: the hidden states that the head reads, for all rows of the forward, (rows, width)
-            each.
+        states: the arrays of hidden states that the head reads. Each has all rows of the forward,
+            (rows, width).
         first: the index of the sequence's first row in the forward.
         accepted: the indices of the sequence's accepted rows.
         held: the number of rows of the forward, whose states all stay in memory.
@@ -37,7 +37,7 @@ class _Rows(NamedTuple):
     held: int = 1
 
     def taken(self, array: mx.array, first: int = 0) -> mx.array:
-        """The accepted rows of an array."""
+        """The accepted rows of an array in which the sequence's rows begin at ``first``."""
         rows, start = self.accepted, first + self.accepted[0]
         if rows[-1] - rows[0] == len(rows) - 1:
             return array[start : start + len(rows)]
@@ -45,21 +45,21 @@ class _Rows(NamedTuple):
 
 
 class HeadCache:
-    """A head's state for one sequence: its own caches, and rows that it has not seen.
+    """A head's state for one sequence: its own caches, and rows that it has yet to see.
 
-    It follows the target's caches: the rows of a forward are noted, and committed rows are kept,
-    which costs nothing. The head sees a prompt's rows immediately, and those of steps when it next
-    drafts. If it does not draft for a long time, it never sees the oldest of them.
+    It follows the target's caches: the rows of each forward are noted, and those that are committed
+    are kept. The head sees a prompt's rows immediately, and the rows of steps when it next drafts.
+    If it does not draft for a long time, it never sees the oldest of these.
 
-    The entry of a position depends on the token after it. So a cut also drops the entry of the last
-    remaining position. A missing entry only means that the head attends to one position less; later
-    entries move up.
+    An entry of the caches depends on the token after its position. So a cut also drops the entry of
+    the last remaining position. If an entry is missing, the head just attends to one position less:
+    later entries move up.
 
     Args:
         head: the head, attached to its target.
         hidden: the states of the target's forwards.
-        length: positions that the head will never see, such as those of another program's prompt
-            cache.
+        length: the number of positions that the head will never see, such as those of another
+            program's prompt cache.
 
     Attributes:
         caches: one per layer of the head.
@@ -69,8 +69,8 @@ class HeadCache:
         self._head, self._hidden = head, hidden
         self.caches = [for_steps(cache) for cache in head.make_cache()]
         self._positions: list[int] = []  # of the caches' entries
-        self._seen = length  # rows before this one are seen, or never will be
-        self._unseen: list[_Rows] = []  # the rows after them
+        self._seen = length  # the head has seen the rows before this one, or never will
+        self._unseen: list[_Rows] = []  # the rows from there on
         self._noted: _Rows | None = None
 
     @property
@@ -80,7 +80,7 @@ class HeadCache:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All arrays that it holds."""
+        """All arrays that the state holds."""
         unseen = (array for rows in self._unseen for array in (rows.tokens, *rows.states))
         return [*held_arrays(self.caches), *unseen]
 
@@ -95,8 +95,11 @@ class HeadCache:
         return [mx.array(self._positions), *(one[:, :, :count] for one in held_arrays(self.caches))]
 
     def resume(self, saved: Sequence[mx.array], length: int) -> None:
-        """Continue after ``length`` positions from the arrays of a file, unless they are another
-        head's.
+        """Continue after ``length`` positions.
+
+        Args:
+            saved: the arrays of a file; they are ignored if another head made them.
+            length: the number of positions that the target's caches hold.
         """
         self._seen = length
         if not saved:
@@ -116,19 +119,17 @@ class HeadCache:
 
     @property
     def behind(self) -> int:
-        """The number of rows that the head has not seen."""
+        """The number of rows that the head has yet to see."""
         return self.length - self._seen
 
     def waiting_bytes(self, rows: int) -> int:
-        """The most bytes of rows that wait for the head, if steps have ``rows`` rows."""
+        """The most bytes that rows waiting for the head can take, if a step has ``rows`` rows."""
         embedded = self._head.embed(mx.array([0]))
         states = max(1, len(self._head.reads)) * embedded.nbytes
         return (_MOST_HELD + rows) * (states + mx.int32.size)
 
     def is_ready(self, length: int) -> bool:
-        """Whether the head can draft after ``length`` positions: the last one's states are
-        known.
-        """
+        """Whether the head can draft after ``length`` positions: it needs the last one's states."""
         return bool(self._unseen) and self.length == length
 
     def note(self, tokens: mx.array, first: int = 0) -> None:
@@ -142,7 +143,7 @@ class HeadCache:
         self._noted = _Rows(tokens, states, first, (), len(states[0]))
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
-        """Keep noted rows, by their index; the first one's position is ``start``."""
+        """Keep the noted rows with these indices; the first has the position ``start``."""
         assert self._noted
         noted, self._noted = self._noted, None
         if self.length != start:
@@ -156,7 +157,7 @@ class HeadCache:
         self._unseen.append(noted._replace(accepted=rows))
 
     def see(self) -> None:
-        """Append the entries of all rows except the last, whose next token is unknown."""
+        """Append the entries of all rows but the last, whose next token is unknown."""
         tokens, features = self._tokens_and_features()
         if len(tokens) == 1:
             return
@@ -167,7 +168,7 @@ class HeadCache:
         self.has_seen([_Rows(tokens[-1:], states, 0, (0,))])
 
     def append(self, tokens: mx.array, features: mx.array) -> None:
-        """Append entries.
+        """Append the entries of rows to the caches.
 
         Args:
             tokens: the token after each row, (rows,).
@@ -179,7 +180,7 @@ class HeadCache:
             self._head(tokens[None], features[None], self.caches)
 
     def to_see(self, last: int) -> tuple[mx.array, mx.array]:
-        """The rows that the head has not seen.
+        """The rows that the head must see to draft after ``last``.
 
         Args:
             last: the current token.
@@ -193,7 +194,9 @@ class HeadCache:
         return mx.concatenate([tokens[1:], mx.array([last], tokens.dtype)]), features
 
     def _tokens_and_features(self) -> tuple[mx.array, mx.array]:
-        """Tokens and features of all rows that the head has not seen, (rows,) and (rows, width)."""
+        """The tokens, (rows,), and the features, (rows, width), of all rows that the head has yet
+        to see.
+        """
         tokens = [rows.taken(rows.tokens) for rows in self._unseen]
         states = [
             mx.concatenate([rows.taken(rows.states[n], rows.first) for rows in self._unseen])
@@ -202,7 +205,7 @@ class HeadCache:
         return mx.concatenate(tokens), self._head.features(states)
 
     def has_seen(self, left: Sequence[_Rows] = ()) -> None:
-        """Record that the head has seen its rows, except ``left``; drop its draft's entries."""
+        """Record that the head has seen all rows except ``left``; drop the entries of its draft."""
         seen = self.length - sum(len(rows.accepted) for rows in left)
         if self.caches:
             self._positions += range(self._seen, seen)
@@ -222,7 +225,7 @@ class HeadCache:
         cut(self.caches, entries)
 
     def _entries(self, length: int) -> int:
-        """How many entries stay after a cut to ``length`` positions."""
+        """The number of entries that stay after a cut to ``length`` positions."""
         return bisect_left(self._positions, min(length - 1, self._seen))
 
     def copied(self, length: int) -> HeadCache:

@@ -1,8 +1,8 @@
-"""Runs trained heads, which draft with the same noise that will choose the tokens.
+"""Runs trained heads. They draft with the random numbers that will choose the output's tokens.
 
 :class:`TrainedHead` attaches a head to a model. Every target of that model then has a
-:class:`HeadCache`, which follows the target's own caches. :class:`HeadDrafts` are the drafts of one
-generation; they run the head for several sequences in one forward.
+:class:`HeadCache`, which follows the target's own caches. :class:`HeadDrafts` drafts for one
+generation; it can run the head for several sequences in one forward.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .target import Capability, Target, evaluate_constants
 _log = logging.getLogger(__name__)
 
 _TIMED_DRAFTS = 3
-_FEW_ROWS = 8  # as after a step
+_FEW_ROWS = 8  # about as many as after one step
 
 
 class TrainedHead:
@@ -69,7 +69,7 @@ class TrainedHead:
         return HeadCache(self.head, self._hidden, length)
 
     def small_caches(self) -> list[Any]:
-        """The head's caches with one lazy entry, which shows the size of each."""
+        """The head's caches with a single lazy entry, which shows how much memory one takes."""
         own = self.new_cache(0)
         dtype = self.head.embed(mx.array([0])).dtype
         own.append(mx.zeros(1, mx.int32), mx.zeros((1, self.head.width), dtype))
@@ -77,7 +77,7 @@ class TrainedHead:
 
     @functools.cached_property
     def experience(self) -> HeadExperience:
-        """The time of the head's drafts, measured at first use, and how often they have been
+        """The time of the head's drafts, measured at the first use, and how often they have been
         right.
         """
         target = Target(self.model, Capability.CHAIN)
@@ -108,11 +108,11 @@ class TrainedHead:
         """Draft ``depth`` tokens for each sequence.
 
         Args:
-            members: the sequences' drafts, which are all ``ready``.
+            members: one for each sequence; all are ``ready``.
             depth: at most the head's ``most``.
 
         Returns:
-            for each sequence, the tokens and the confidence in each.
+            for each sequence, the tokens and the head's confidence in each of them.
         """
         steps = self._block if isinstance(self.head, DFlash) else self._chain
         tokens, confidences = zip(*steps(members, depth), strict=True)
@@ -123,7 +123,7 @@ class TrainedHead:
     def _chain(
         self, members: Sequence[HeadDrafts], depth: int
     ) -> Iterator[tuple[mx.array, mx.array]]:
-        """Yield the tokens of each depth, (sequences,), and their confidences."""
+        """For each depth, yield the sequences' tokens and their confidences, (sequences,) each."""
         head = self.head
         rows = [member.cache.to_see(member.last) for member in members]
         counts = [len(tokens) for tokens, _ in rows]
@@ -143,7 +143,7 @@ class TrainedHead:
     def _block(
         self, members: Sequence[HeadDrafts], depth: int
     ) -> Iterator[tuple[mx.array, mx.array]]:
-        """Like :meth:`_chain`, from one forward."""
+        """Like :meth:`_chain`, but for a head that drafts all depths in one forward."""
         head = cast(DFlash, self.head)
         tokens = mx.array([member.last for member in members])
         features = [member.cache.to_see(member.last)[1][None] for member in members]
@@ -162,11 +162,11 @@ class TrainedHead:
         counts: Sequence[int],
         caches: Sequence[Sequence[Any]],
     ) -> tuple[mx.array, mx.array]:
-        """Run a chain head over rows of several sequences; returns what the head returns.
+        """Run a chain head over rows of several sequences, and return its result.
 
         Args:
-            tokens: of all rows, (rows,).
-            features: of all rows, (rows, width).
+            tokens: the tokens of all rows, (rows,).
+            features: the features of all rows, (rows, width).
             counts: the number of rows of each sequence.
             caches: for each sequence, a cache for each layer.
         """
@@ -228,9 +228,9 @@ def _choose(
     """The tokens that the head would choose with each sequence's noise, and its confidences.
 
     Args:
-        members: the sequences.
-        logits: (sequences, vocabulary).
-        place: how many tokens have been drafted.
+        members: one for each sequence.
+        logits: the head's, (sequences, vocabulary).
+        place: the number of tokens that have been drafted.
     """
     own = [
         draft_values(logits[index : index + 1], place, member.target, member.perturb)
@@ -242,11 +242,10 @@ def _choose(
 
 
 def _keys_of(target: Target) -> list[KVCache]:
-    """The keys and values that a row sees of two of the target's layers.
+    """The keys and values of the target that a head without caches of its own reads.
 
-    They are the last layer that sees everything, and the last with a window. A head without caches
-    of its own reads them. Their ``offset`` is the position of the current token, throughout a
-    draft.
+    They come from two layers: the last one that sees the whole context, and the last one with a
+    window. During a draft, their ``offset`` stays the position of the current token.
     """
 
     def seen(cache: Any, size: int) -> KVCache:
@@ -263,11 +262,11 @@ def _keys_of(target: Target) -> list[KVCache]:
 
 
 class HeadDrafts(HeadSource):
-    """The drafts of a trained head for one generation.
+    """Drafts with a trained head for one generation.
 
     Args:
         trained: the head, attached to the generation's model.
-        experience: the head's experience.
+        experience: how long the head's drafts take, and how often they have been right.
 
     Attributes:
         target, perturb: as given to :meth:`attach`.

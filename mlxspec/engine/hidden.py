@@ -15,16 +15,16 @@ _FINAL = -1  # instead of a layer's index
 
 
 class HiddenStates:
-    """Records the hidden states of a model's forwards, one forward at a time in each thread.
-    mlx-lm's models return only logits.
+    """Records the hidden states of a model's forwards, since mlx-lm's models return only logits.
 
-    Run :attr:`model` instead: a copy that shares all weights, in which copies of a few modules
-    record their results. The given model is not changed.
+    Run :attr:`model` in place of the given model, which is not changed. It is a copy that shares
+    all weights, in which copies of a few modules record their results. Each thread sees the states
+    of its own last forward.
 
     Args:
         model: an mlx-lm model whose layers and final norm are in one submodule.
-        layers: indices of further layers to record; the state of layer i is the input of layer i +
-            1.
+        layers: the indices of layers whose states are also recorded. The state of a layer is the
+            input of the next one.
 
     Attributes:
         model: a copy that returns the same as the given model, and shares its weights.
@@ -57,14 +57,14 @@ class HiddenStates:
 
     @property
     def _of_thread(self) -> dict[Any, mx.array]:
-        """The results of the copies in this thread's last forward, by layer index."""
+        """The recorded states of this thread's last forward, by layer index or ``_FINAL``."""
         return vars(self._noted)
 
     @property
     def final(self) -> mx.array:
-        """The hidden states of the last forward after the final norm, lazy, (rows, width).
+        """The last forward's hidden states after the final norm, (rows, width), lazy.
 
-        It has all rows of the forward; in a joint forward, also those of other sequences.
+        They include all rows of the forward; in a joint forward, also those of other sequences.
         """
         return self._of_thread[_FINAL]
 
@@ -77,7 +77,7 @@ class HiddenStates:
         """The logits that the model's head computes from hidden states.
 
         Args:
-            states: after the final norm, (batch, rows, width).
+            states: states after the final norm, (batch, rows, width).
 
         Returns:
             lazy logits, (batch, rows, vocabulary).
@@ -117,8 +117,8 @@ def _override(module: nn.Module, instead: Callable[..., Any]) -> None:
     """Redirect a module's calls to a function.
 
     Args:
-        module: of this copy of a model alone; stays an instance of its class.
-        instead: called with what the module would have called, and its arguments.
+        module: a module of this copy of the model alone. It stays an instance of its class.
+        instead: called with the module's original function, and the arguments of the call.
     """
     kind: Any = type(module)
     module.__class__ = _overridden(kind)
@@ -130,5 +130,5 @@ def _overridden(kind: Any) -> Any:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._instead(functools.partial(kind.__call__, self), *args, **kwargs)
 
-    # ``__module__`` says where mlx-lm's functions are replaced for joint steps.
+    # For joint steps, mlx-lm's functions are replaced in the file that ``__module__`` names.
     return type("Overridden", (kind,), {"__call__": call, "__module__": kind.__module__})

@@ -1,13 +1,13 @@
 """Joint forwards: the rows of several sequences in one forward of the model.
 
-The rows of all sequences are concatenated in the model's row dimension, so operations on single
-rows run once for all sequences. The file follows a forward inwards:
+The rows of all sequences are concatenated in the model's row dimension, so operations that treat
+each row separately run once for all sequences. The file follows a forward from the outside in:
 
 1. :class:`Joint` concatenates the rows, each with its position, and runs the model.
 2. Each layer gets one :class:`JointCache` or :class:`JointStates` in place of its caches. A
-   JointCache computes attention for each sequence over its own cache. JointStates run a recurrent
-   block once for each number of rows. (:mod:`mlxspec.engine.patches` makes attention and recurrent
-   blocks call them.)
+   JointCache computes the attention of each sequence over its own cache. A JointStates runs a
+   recurrent block once for all sequences with the same number of rows. (The wrappers in
+   :mod:`mlxspec.engine.patches` make attention and recurrent blocks call these two.)
 3. In a plain step of sequences whose caches are all in slots, the rows are in the model's batch
    dimension, and each layer gets one :class:`SlotCaches`. This saves several calls per layer.
 """
@@ -45,32 +45,32 @@ _MOST_PADDING, _SHORT = 2, 4096
 
 
 class JointMode(enum.Enum):
-    """How several sequences share one forward of a model, the cheapest first."""
+    """How several sequences can share one forward of a model; the cheapest mode comes first."""
 
     SPLIT = "joint"
     """Attention is computed separately for each sequence."""
 
     BLOCK = "joint with a block mask"
-    """The model computes attention in its own way, over the concatenated keys of all sequences,
-    with a mask that hides the sequences from each other."""
+    """The model's own attention runs over the concatenated keys of all sequences, with a mask that
+    hides the sequences from each other."""
 
     ALONE = "one at a time"
-    """Each sequence has its own forwards."""
+    """Sequences share no forward."""
 
 
 JointRows = tuple[Target, mx.array, DraftTree]
-"""The rows of one sequence in a joint forward: its target, with tokens and tree as for
+"""The rows of one sequence in a joint forward: its target, and the tokens and the tree as for
 :meth:`Target.forward`.
 """
 
 
 class Joint:
-    """Forwards of one model over the rows of several sequences.
+    """Runs forwards of one model over the rows of several sequences.
 
     Args:
         model: an mlx-lm model.
-        mode: the model's, from :func:`mlxspec.engine.capability.joint_mode`; not ``ALONE``.
-        spare: the most positions that slots may take beyond those in separate caches.
+        mode: the model's mode, from :func:`mlxspec.engine.capability.joint_mode`; not ``ALONE``.
+        spare: the most positions that the slots may hold beyond what separate caches would.
     """
 
     def __init__(self, model: nn.Module, mode: JointMode, spare: int | None = None) -> None:
@@ -79,13 +79,13 @@ class Joint:
         self._spare = math.inf if spare is None else spare
         self._slots: list[Slots] = []
         self._seated: list[Target] = []
-        """The targets with caches in slots, in the order of the slots."""
+        """The targets whose caches are in slots, in the order of the slots."""
         install(model)
 
     def takes(self, target: Target) -> bool:
         """Whether a target can share a forward with others."""
-        # Concatenated keys must be of one kind, and models with their own attention rarely support
-        # quantised keys.
+        # Only keys of one kind can be concatenated, and models with their own attention rarely
+        # support quantised keys.
         return self.mode is JointMode.SPLIT or not target.quantized
 
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
@@ -127,9 +127,9 @@ class Joint:
         return logits.reshape(len(positions), -1), [own[target] for target, *_ in members]
 
     def join(self, target: Target) -> None:
-        """Move a target's caches into slots, if all of them are plain and the padding stays small.
+        """Move a target's caches into slots if all of them are plain and the padding stays small.
 
-        Moved or not, the target can take part in :meth:`forward`.
+        Even if they are not moved, the target can take part in :meth:`forward`.
         """
         lengths = [target.length, *(other.length for other in self._seated)]
         plain = all(type(cache) is TreeKVCache and cache.keys is not None for cache in target.cache)
@@ -149,14 +149,14 @@ class Joint:
         self._seated.append(target)
 
     def leave(self, target: Target) -> None:
-        """Remove a target, and give it back its own caches."""
+        """Remove a target; if its caches are in slots, move them back to separate caches."""
         if target not in self._seated:
             return
         slot, last = self._seated.index(target), self._seated.pop()
         if last is not target:
             self._seated[slot] = last
         lengths, kept = [other.length for other in self._seated], []
-        # One layer after the other, so that only one is in memory twice.
+        # Layer by layer, so that only one layer is in memory twice.
         for cache, moving in zip(target.cache, last.cache, strict=True):
             own = TreeKVCache()
             own.update_and_fetch(*cache.keys_and_values())
@@ -174,7 +174,7 @@ class Joint:
     def _leave_long_ones(self) -> None:
         """Move the longest contexts to separate caches until the others need little padding.
 
-        Lengths in slots can drift apart, since some sequences may pause.
+        The lengths can drift apart while some sequences pause.
         """
         while not self._fit([target.length + 1 for target in self._seated]):
             self.leave(max(self._seated, key=lambda target: target.length))
@@ -184,7 +184,7 @@ class Joint:
         return len(lengths) * whole_steps(max(lengths, default=0)) <= self._most(lengths)
 
     def _most(self, lengths: Sequence[int]) -> float:
-        """The most positions in slots for contexts of these lengths."""
+        """The most positions that the slots may hold for contexts of these lengths."""
         own = sum(map(whole_steps, lengths))
         return min(_MOST_PADDING * own + _SHORT, own + self._spare)
 
@@ -199,7 +199,7 @@ def joint_for(model: nn.Module, mode: JointMode, spare: int | None = None) -> Jo
 def _of_layer(
     members: Sequence[Any], spans: Sequence[slice], mode: JointMode, tape: Tape | None
 ) -> Any:
-    """The stand-in for one layer's caches; arguments as for :class:`JointCache`."""
+    """The stand-in for one layer's caches. The arguments are as for :class:`JointCache`."""
     if isinstance(members[0], CacheList):
         lists = zip(*(member.caches for member in members), strict=True)
         return CacheList(*(_of_layer(each, spans, mode, tape) for each in lists))
@@ -213,12 +213,12 @@ class JointCache:
 
     Args:
         members: the cache of each sequence.
-        spans: the slice of each sequence's rows.
+        spans: the slice of each sequence's rows in the forward.
         mode: the model's mode.
     """
 
     offset = 0
-    """0, since rows have absolute positions."""
+    """0, since the rows' own positions are absolute."""
 
     def __init__(self, members: Sequence[Any], spans: Sequence[slice], mode: JointMode) -> None:
         self._members = list(zip(members, spans, strict=True))
@@ -227,7 +227,7 @@ class JointCache:
         """The keys and values of each sequence whose attention is computed separately."""
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        """The masks for :meth:`attend`; with BLOCK, one that hides sequences from each other."""
+        """The sequences' masks, for :meth:`attend`; with BLOCK, one mask for the whole forward."""
         masks = [
             cache.make_mask(
                 span.stop - span.start, return_array=return_array, window_size=window_size
@@ -238,20 +238,20 @@ class JointCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Append each sequence's rows to its cache; return the visible keys and values."""
-        # All sequences write before the first one reads: while a view of a slot is in use, a write
-        # would copy the whole array.
+        # All sequences write before the first one reads, since a write would copy the whole array
+        # while a view of some slot is in use.
         for cache, span in self._members:
             cache.update_and_fetch(keys[:, :, span], values[:, :, span])
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
-        """The sequences' keys and values, for a layer that adds no rows."""
+        """The sequences' keys and values, for layers that read them without adding rows."""
         self._entries = [cache.keys_and_values() for cache, _ in self._members]
         return self.state
 
     @property
     def state(self) -> tuple[Any, Any]:
-        """The result of the last :meth:`update_and_fetch`, which layers may share."""
+        """The result of the last :meth:`update_and_fetch`, which other layers may read, too."""
         if self._mode is JointMode.SPLIT:
             return self, self
         keys, values = zip(*self._entries, strict=True)
@@ -267,12 +267,12 @@ class JointCache:
         mask: Any,
         sinks: mx.array | None = None,
     ) -> mx.array:
-        """Attention of each sequence over its own keys and values.
+        """Compute the attention of each sequence over its own keys and values.
 
         Args:
-            attention: mlx-lm's function; the other arguments are its own.
+            attention: mlx-lm's function; the other arguments are what it is called with.
             queries: the queries of all rows, (1, heads, rows, head_dim).
-            mask: from :meth:`make_mask`, or one mask for every sequence.
+            mask: from :meth:`make_mask`, or one mask that applies to each sequence.
 
         Returns:
             the result of ``attention``, for all rows.
@@ -289,7 +289,14 @@ class JointCache:
 
 
 def _block(masks: Sequence[mx.array]) -> mx.array:
-    """Combine the masks of all sequences into one, (rows of all, entries of all)."""
+    """Combine the sequences' masks into one that hides them from each other.
+
+    Args:
+        masks: for each sequence, (rows, entries).
+
+    Returns:
+        (rows of all, entries of all).
+    """
     width = sum(mask.shape[-1] for mask in masks)
     rows, start = [], 0
     for mask in masks:
@@ -300,18 +307,19 @@ def _block(masks: Sequence[mx.array]) -> mx.array:
 
 
 _readers: set[Callable[..., Any]] = set()
-"""The blocks known to read states themselves."""
+"""The blocks that have been found to read recurrent states themselves."""
 
 
 class JointStates:
     """Stands in for the recurrent states of one layer.
 
-    A state passes from row to row, so a block cannot run the rows of several sequences in a row.
-    Sequences with the same number of rows form a batch.
+    A block passes its state from row to row, so the rows of several sequences cannot follow each
+    other in one call. Instead, sequences with the same number of rows form a batch.
 
     Args:
         members: the cache of each sequence.
-        spans: the slice of each sequence's rows; together, all rows of the forward, in order.
+        spans: the slice of each sequence's rows. Together they are all rows of the forward, in
+            order.
         tape: the forward's tape, if it has one.
     """
 
@@ -332,10 +340,10 @@ class JointStates:
         self._n_rows = spans[-1].stop
         order = [row for batch in batches.values() for _, own in batch for row in own]
         self._places = mx.array(np.argsort(order))
-        """The index of each row among the rows of all batches."""
+        """For each row of the forward, its index when the rows of all batches are concatenated."""
 
     def make_mask(self, N: int) -> None:
-        """None: a batch has no padding to hide."""
+        """Return None: a batch has no padding to hide."""
 
     def __getitem__(self, index: int) -> Any:
         raise TypeError("run this block on one batch of sequences at a time")
@@ -347,8 +355,8 @@ class JointStates:
 
         Args:
             block: returns one or more arrays.
-            args, named: its arguments, one of which is this object. Arrays of all rows,
-                (1, rows, …), are split into batches; other arguments are passed on.
+            args, named: its arguments, one of which is this object. Arrays with all rows,
+                (1, rows, …), are split into batches; other arguments are passed on unchanged.
 
         Returns:
             the block's result for all rows.
@@ -388,7 +396,9 @@ class JointStates:
         return argument
 
     def _gathered(self, outputs: Sequence[mx.array]) -> mx.array:
-        """Put the batches' outputs, (sequences, rows of each, …), in order, (1, rows, …)."""
+        """Arrange the batches' outputs, (sequences, rows of each, …), in the order of the rows,
+        (1, rows, …).
+        """
         rows = [output.reshape(-1, *output.shape[2:]) for output in outputs]
         return mx.concatenate(rows)[self._places][None]
 
@@ -411,7 +421,7 @@ class SlotCaches:
     """
 
     offset = 0
-    """0, since rows have absolute positions."""
+    """0, since the rows' own positions are absolute."""
 
     def __init__(self, members: Sequence[SlotKVCache]) -> None:
         self._members = members

@@ -1,6 +1,7 @@
-"""A model's context length, the positions where its rules change, and its caches' memory.
+"""A model's context length, the positions where its rules may change, and its caches' memory.
 
-The first part reads the configuration; :func:`cache_kinds` examines the caches of a small forward.
+The first part reads the model's configuration. :func:`cache_kinds` examines the caches that a small
+forward fills.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ _LENGTH_NAMES = (
     "model_max_length",
 )
 _SCALING_NAMES = ("rope_scaling", "rope_parameters")
-_EXTENDING = ("linear", "dynamic", "yarn")  # llama3 and longrope state the extended length
+_EXTENDING = ("linear", "dynamic", "yarn")  # models with other scalings state the extended length
 _WORDS = ("position", "window", "chunk", "ctx", "context", "seq", "length", "floor_scale")
 _LONGEST_KNOWN = 2**15  # if the configuration states no context length
-_NUMBERS = range(16, 2**30)  # an offset has 31 bits
-_LONGEST_FILLED = 2**13  # all layers hold this many entries for a moment
-_ENDLESS = 1e18  # some tokenizers state 1e30 for no limit
+_NUMBERS = range(16, 2**30)  # numbers that can be positions: an offset has 31 bits
+_LONGEST_FILLED = 2**13  # the most entries with which a trial fills every cache
+_ENDLESS = 1e18  # more than any context: some tokenizers state 1e30 for no limit
 
 
 def context_length(model: nn.Module) -> int | None:
-    """The longest context, in tokens, that the model's configuration states, or None.
+    """The longest context, in tokens, that the model's configuration allows; None if it says none.
 
     If RoPE scaling extends the trained context, this is the extended length.
     """
@@ -51,7 +52,7 @@ def context_length(model: nn.Module) -> int | None:
 
 
 def stated_context_length(args: Any) -> int | None:
-    """Like :func:`context_length`, from a model's settings, such as its ``config.json``."""
+    """Like :func:`context_length`, but from a model's settings, such as its ``config.json``."""
     for settings in (args, _setting(args, "text_config")):
         for name in _LENGTH_NAMES:
             if stated := _number(_setting(settings, name)):
@@ -60,10 +61,10 @@ def stated_context_length(args: Any) -> int | None:
 
 
 def named_positions(model: nn.Module) -> set[int]:
-    """Positions that the configuration names.
+    """The positions at which a rule of the model may change, according to its configuration.
 
-    They are lengths, windows, chunks, the ends of scalings, and the start of sparse attention. If a
-    model's rule for positions changes somewhere, it is usually at one of these.
+    They are lengths, the sizes of windows and chunks, the ends of scalings, and the start of sparse
+    attention.
     """
     found = _numbers(_settings(model), lambda name: any(word in name for word in _WORDS))
     found |= {context_length(model) or 0, sparse_crossing(model) or 0}
@@ -71,7 +72,9 @@ def named_positions(model: nn.Module) -> set[int]:
 
 
 def crossings(model: nn.Module) -> list[int]:
-    """Positions that trial steps straddle: named ones, and powers of two within the context."""
+    """The positions that trial steps straddle: those from :func:`named_positions`, and the powers
+    of two within the context.
+    """
     longest = min(context_length(model) or _LONGEST_KNOWN, _NUMBERS.stop - 1)
     return sorted(named_positions(model) | {2**k for k in range(4, longest.bit_length())})
 
@@ -79,7 +82,7 @@ def crossings(model: nn.Module) -> list[int]:
 def sparse_crossing(model: nn.Module) -> int | None:
     """A length at which sparse attention skips some positions; None without such attention.
 
-    It is a multiple of the blocks' size, unless that would be very long.
+    It is a multiple of the size of the attention's blocks, unless that would be very long.
     """
     numbers = _numbers(
         _settings(model),
@@ -94,7 +97,7 @@ def _extended(stated: float, settings: Any) -> float:
     scalings = (_setting(settings, name) for name in _SCALING_NAMES)
     scaling = next(filter(None, scalings), None)
     if not isinstance(scaling, dict) or _setting(settings, "rope_local_base_freq"):
-        return stated  # Gemma 3 scales some of its layers, and states the resulting length
+        return stated  # Gemma 3 scales only some layers, and states the extended length
     kind = str(scaling.get("type") or scaling.get("rope_type"))
     factor = _number(scaling.get("factor"))
     if factor is None or not any(word in kind for word in _EXTENDING):
@@ -105,7 +108,7 @@ def _extended(stated: float, settings: Any) -> float:
 
 
 def _numbers(settings: Any, wanted: Callable[[str], bool]) -> set[int]:
-    """All numbers with a wanted name, at any depth."""
+    """All numbers in nested settings whose name is wanted."""
     found = set()
     left = [("", settings)]
     while left:
@@ -126,12 +129,12 @@ def _settings(model: nn.Module) -> Any:
 
 
 def _setting(settings: Any, name: str) -> Any:
-    """A value from a dict, or from one of mlx-lm's settings classes; None if missing."""
+    """A value of a dict or of one of mlx-lm's settings objects; None if it is missing."""
     return settings.get(name) if isinstance(settings, dict) else getattr(settings, name, None)
 
 
 def _number(value: Any) -> float | None:
-    """The value if it can be a number of tokens, or None."""
+    """The value if it can be a number of tokens; otherwise None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if 1 <= value < _ENDLESS else None
@@ -139,14 +142,15 @@ def _number(value: Any) -> float | None:
 
 @dataclass(frozen=True)
 class CacheKind:
-    """A model's caches that grow in the same way.
+    """Those caches of a model that grow in the same way.
 
     Attributes:
-        name: the class.
+        name: the name of their class.
         count: the number of caches.
-        positions: the most positions that one holds; None if it holds all, or is a state.
-        bytes_per_position: the memory of one position in one cache, for a kind that grows.
-        state_bytes: the size of one cache, for a kind whose size does not depend on the context.
+        positions: the most positions that each holds; None if it holds all, or is a recurrent
+            state.
+        bytes_per_position: the bytes of one position in one cache; for caches that grow.
+        state_bytes: the bytes of one cache; for caches whose size does not depend on the context.
     """
 
     name: str
@@ -166,7 +170,7 @@ def cache_kinds(
     Args:
         model: an mlx-lm model.
         options: the caches' options.
-        quantized: return the kinds after quantisation.
+        quantized: whether to return the kinds that the caches have after quantisation.
     """
     options = options or CacheOptions()
     caches = make_prompt_cache(model, options.max_kv_size)

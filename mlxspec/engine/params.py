@@ -1,7 +1,7 @@
 """The parameters of a generation: sampling, the constraint of the output, limits on its caches.
 
-Imports neither MLX nor a grammar engine, so the command line can make its options from these
-fields quickly. :mod:`mlxspec.engine.grammar` turns constraints into token masks.
+This module imports neither MLX nor llguidance, so the command line can quickly make its options
+from these fields. :mod:`mlxspec.engine.grammar` turns constraints into token masks.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _Function = TypeVar("_Function", bound="Callable[..., mx.array]")
 def pure(function: _Function) -> _Function:
     """Declare that a logits processor or a sampler depends only on its arguments.
 
-    Such a function may be called for draft tokens that turn out to be wrong, so mlxspec can draft
-    with it. The results of mlx-lm's ``make_logits_processors`` and ``make_sampler`` need no
-    declaration. A sampler that draws from MLX's random state is pure, too.
+    mlxspec may call such a function for draft tokens that turn out to be wrong, so it can draft.
+    The results of mlx-lm's ``make_logits_processors`` and ``make_sampler`` need no declaration. A
+    sampler that draws from MLX's random state is pure, too.
 
     Args:
         function: a processor or sampler that keeps no state between calls.
@@ -47,8 +47,8 @@ def pure(function: _Function) -> _Function:
 
 
 class _Pure(partial[Any]):
-    """A marked function. An attribute cannot be the mark: functools.wraps copies it to any
-    wrapper.
+    """A function marked as pure. The mark is not an attribute, since functools.wraps would copy it
+    to any wrapper.
     """
 
 
@@ -56,7 +56,7 @@ def _is_pure(function: object) -> bool:
     """Whether a processor or sampler is marked as pure, or made by mlx-lm."""
     from mlx_lm import sample_utils
 
-    if isinstance(function, FunctionType):  # not an object that forwards its attributes
+    if isinstance(function, FunctionType):  # not an object that just forwards its attributes
         return function.__globals__ is vars(sample_utils)
     return isinstance(function, _Pure)
 
@@ -68,58 +68,59 @@ def _option(default: Any, metavar: str, help: str) -> Any:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the target picks a token. Names, meanings and the order of application are mlx-lm's.
+    """How the target picks a token. The names, meanings and order of the options are mlx-lm's.
 
-    The logit bias, the penalties and the logits processors change the logits, which then become
-    log-probabilities. Above temperature 0, these are filtered by top-p, min-p, XTC and top-k, and
-    divided by the temperature.
+    The logit bias, the penalties and the logits processors change the logits, which are then turned
+    into log-probabilities. Above temperature 0, these are filtered by top-p, min-p, XTC and top-k,
+    and then divided by the temperature.
 
     Attributes:
         temp: temperature; 0 takes the most likely token.
-        top_p: keep the smallest set of tokens with this much probability; 0 and 1 keep all.
-        top_k: keep this many tokens; 0 keeps all.
-        min_p: keep tokens with at least this share of the best one's probability; 0 keeps all.
+        top_p: keep the fewest tokens whose probabilities add up to this; 0 and 1 keep all tokens.
+        top_k: keep this many of the likeliest tokens; 0 keeps all.
+        min_p: keep tokens with at least this share of the likeliest one's probability; 0 keeps all.
         seed: determines a token's random numbers, together with its position. None draws a seed
             from MLX's random state for each generation.
-        min_tokens_to_keep: ``min_p`` keeps at least this many of the best tokens.
+        min_tokens_to_keep: ``min_p`` keeps at least this many of the likeliest tokens.
         xtc_probability: how often XTC drops the likeliest tokens, from 0 to 1.
-        xtc_threshold: XTC drops all tokens above this probability, 0 to 0.5, except the least
-            likely of them.
-        xtc_special_tokens: ids that XTC never drops, usually line breaks and end tokens.
+        xtc_threshold: when XTC drops tokens, it drops all above this probability, 0 to 0.5, except
+            the least likely of them.
+        xtc_special_tokens: the ids that XTC never drops, usually line breaks and end tokens.
         logit_bias: a number to add to a token's logit, by token id; minus infinity forbids the
             token.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in the
-            context (Keskar et al. 2019, arXiv 1909.05858); None or 0 for none.
+        repetition_penalty: the factor that positive logits of tokens in the context are divided by,
+            and negative ones multiplied by (Keskar et al. 2019, arXiv 1909.05858); None or 0 for
+            no penalty.
         repetition_context_size: the number of the context's last tokens that count, including
             the prompt's; 0 for all.
         presence_penalty: subtracted once from the logit of each token in the context.
         presence_context_size: as ``repetition_context_size``.
         frequency_penalty: subtracted from a token's logit for each occurrence in the context.
         frequency_context_size: as ``repetition_context_size``.
-        logits_processors: called in order, after bias and penalties, with the context and the
-            logits after it. A processor is called as mlx-lm calls it, once per token and in order,
-            so nothing is drafted. If it depends only on its arguments, mark it with
-            :func:`mlxspec.pure`: it is then also called for draft tokens, each with its own
-            context. mlx-lm's own processors need no mark.
-        sampler: picks the token; temperature and filters are then ignored. It is called and marked
-            like processors. Its draws from MLX's random state depend only on seed and position, and
-            the state is restored afterwards. So ``mx.random.seed`` makes samples repeatable, but
-            mlx-lm's samples for the same seed differ.
+        logits_processors: functions that are called in this order, after bias and penalties, with
+            the context and the logits after it. Like mlx-lm, mlxspec calls a processor once per
+            token and in the output's order, so it drafts nothing. If a processor depends only on
+            its arguments, mark it with :func:`mlxspec.pure`: it is then also called for draft
+            tokens, with the context of each. mlx-lm's own processors need no mark.
+        sampler: a function that picks the token; temperature and filters are then ignored. It is
+            called and marked like a processor. Its draws from MLX's random state depend only on
+            seed and position, and the state is restored afterwards. So ``mx.random.seed`` makes
+            samples repeatable, but they differ from mlx-lm's samples for the same seed.
 
     Raises:
         OptionError: a value is of a wrong type or out of range.
     """
 
     temp: float = _option(0.0, "T", "Temperature; 0 is greedy.")
-    top_p: float = _option(1.0, "P", "Nucleus sampling; 1 keeps all.")
-    top_k: int = _option(0, "K", "Keep K tokens; 0 keeps all.")
-    min_p: float = _option(0.0, "P", "Drop tokens below this share of the best probability.")
+    top_p: float = _option(1.0, "P", "Nucleus sampling; 1 keeps all tokens.")
+    top_k: int = _option(0, "K", "Keep the K likeliest tokens; 0 keeps all.")
+    min_p: float = _option(0.0, "P", "Drop tokens below this share of the highest probability.")
     seed: int | None = _option(0, "N", "The same seed gives the same output.")
     _: KW_ONLY
-    min_tokens_to_keep: int = _option(1, "N", "--min-p keeps the best N.")
+    min_tokens_to_keep: int = _option(1, "N", "--min-p keeps at least the N likeliest tokens.")
     xtc_probability: float = _option(0.0, "P", "How often XTC drops the likeliest tokens, 0 to 1.")
     xtc_threshold: float = _option(
-        0.1, "P", "XTC drops the tokens above this probability, except the least likely of them."
+        0.1, "P", "XTC drops all tokens above this probability except the least likely of them."
     )
     xtc_special_tokens: Sequence[int] = ()
     logit_bias: Mapping[int, float] | None = _option(
@@ -128,22 +129,22 @@ class SamplingParams:
     repetition_penalty: float | None = _option(
         None,
         "F",
-        "Divide positive and multiply negative logits of tokens that occurred by F; 0 is off.",
+        "Divide positive logits of earlier tokens by F, and multiply negative ones; 0 is off.",
     )
     repetition_context_size: int = _option(
-        20, "N", "The repetition penalty counts the last N tokens, prompt included; 0 counts all."
+        20, "N", "The repetition penalty looks at the last N tokens, prompt included; 0 for all."
     )
     presence_penalty: float | None = _option(
-        None, "X", "Subtract X from the logits of tokens that occurred."
+        None, "X", "Subtract X from the logits of tokens that have occurred."
     )
     presence_context_size: int = _option(
-        20, "N", "The presence penalty counts the last N tokens, prompt included; 0 counts all."
+        20, "N", "The presence penalty looks at the last N tokens, prompt included; 0 for all."
     )
     frequency_penalty: float | None = _option(
-        None, "X", "Subtract X from a token's logit for each time it occurred."
+        None, "X", "Subtract X from a token's logit for each time that it has occurred."
     )
     frequency_context_size: int = _option(
-        20, "N", "The frequency penalty counts the last N tokens, prompt included; 0 counts all."
+        20, "N", "The frequency penalty looks at the last N tokens, prompt included; 0 for all."
     )
     logits_processors: Sequence[LogitsProcessor] | None = None
     sampler: Sampler | None = None
@@ -171,8 +172,8 @@ _LONGEST_TEXT = 1_000_000  # characters in a schema, regex or grammar
 class Constraint:
     """A constraint that the whole output satisfies.
 
-    Make one with :meth:`json_schema`, :meth:`json_object`, :meth:`regex`, :meth:`grammar` or
-    :meth:`choice`. A constraint that the library llguidance cannot guarantee is refused when a
+    Make a constraint with :meth:`json_schema`, :meth:`json_object`, :meth:`regex`, :meth:`grammar`
+    or :meth:`choice`. If the library llguidance cannot guarantee it, it is refused when a
     generation starts, not before.
 
     Attributes:
@@ -203,14 +204,15 @@ class Constraint:
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Constraint:
         """JSON that is valid under a schema, on one line, with separators ``", "`` and ``": "``.
 
-        Objects have their properties in the schema's order. The key ``x-guidance`` in the schema,
-        with ``{"whitespace_flexible": true}``, leaves white space to the model.
+        The properties of objects are in the schema's order. If the schema has the key
+        ``x-guidance`` with the value ``{"whitespace_flexible": true}``, the model chooses the white
+        space.
 
         Args:
-            schema: a JSON Schema, 2020-12 or older, as an object or as JSON.
+            schema: a JSON Schema, 2020-12 or older, as a dict or as JSON text.
 
         Raises:
-            OptionError: the schema is not an object, or too long.
+            OptionError: the schema is not an object, or is too long.
         """
         if isinstance(schema, str):
             cls("json_schema", schema)  # a long text is refused before it is parsed
@@ -254,7 +256,7 @@ class Constraint:
             OptionError: there are no choices, or one of them is not text.
         """
         if not choices or not all(isinstance(one, str) for one in choices):
-            raise OptionError("choices must be a list of one text or more")
+            raise OptionError("choices must be a list of at least one text")
         return cls.regex("|".join(map(re.escape, choices)))
 
 
@@ -262,10 +264,10 @@ class Phase(NamedTuple):
     """A part of an output.
 
     Attributes:
-        constraint: the constraint of the rest of the output; None for free text.
-        exits: tokens that start another phase, each with that phase's number. In free text they may
-            come anywhere, otherwise only as the phase's first token.
-        may_end: whether the output may end in this phase, if it is free text.
+        constraint: the constraint from this phase's start to the output's end; None for free text.
+        exits: tokens that start another phase, each with the number of that phase. In free text,
+            they may come anywhere; otherwise, only as the phase's first token.
+        may_end: for free text, whether the output may end in this phase.
     """
 
     constraint: Constraint | None = None
@@ -285,11 +287,11 @@ class CacheOptions:
     """Limits on the memory of the KV cache and the prefill. Names and meanings are mlx-lm's.
 
     Attributes:
-        kv_bits: bits of a quantised key or value; None does not quantise.
+        kv_bits: the bits of each quantised key or value; None does not quantise.
         kv_group_size: the number of values that share a scale.
         quantized_kv_start: the number of positions that are cached before quantisation begins.
-        max_kv_size: cache at most this many positions: the first 4 and the latest. Models that
-            define their own caches (sliding windows, states) ignore it, as in mlx-lm.
+        max_kv_size: the most positions to cache: the first 4 and the latest. As in mlx-lm, models
+            that define their own caches (sliding windows, recurrent states) ignore it.
         prefill_step_size: the number of prompt tokens per forward.
 
     Raises:
@@ -302,8 +304,8 @@ class CacheOptions:
     max_kv_size: int | None = _option(
         None,
         "N",
-        "Cache N positions at most, the first 4 and the latest, unless the model's own cache is "
-        "bounded.",
+        "Cache at most N positions: the first 4 and the latest. Models with their own kind of "
+        "cache ignore it.",
     )
     prefill_step_size: int = 2048
 
@@ -327,10 +329,10 @@ _LEAST = {
     "min_tokens_to_keep": 1,
     "presence_penalty": -_MAX,
     "frequency_penalty": -_MAX,
-    "max_kv_size": 8,  # room for the first 4 positions and some after them
+    "max_kv_size": 8,  # room for the first 4 positions and some of the latest
     "prefill_step_size": 1,
 }
-"""The least values of numbers that must not be 0, or may be negative."""
+"""The least values of numbers that must not be 0, or that may be negative."""
 
 _MOST = {"top_p": 1, "min_p": 1, "seed": 2**64 - 1, "xtc_probability": 1, "xtc_threshold": 0.5}
 _CHOICES = {"kv_bits": (2, 3, 4, 5, 6, 8), "kv_group_size": (32, 64, 128)}
@@ -344,7 +346,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "Sequence[LogitsProcessor]": (Collection, "a list of functions"),
     "Sampler": (Callable, "a function"),
 }
-"""What values of a type are, by the type's spelling, and how messages call them."""
+"""For each type, by its spelling: what its values must be, and what messages call them."""
 
 
 def _check(params: SamplingParams | CacheOptions) -> None:
@@ -363,7 +365,7 @@ def _check(params: SamplingParams | CacheOptions) -> None:
         elif kind not in ("int", "float") or least <= value <= most:
             continue
         elif most < _MAX:
-            wanted = f"it between {least} and {most}"
+            wanted = f"a value between {least} and {most}"
         else:
             wanted = f"{least} or more" if least > -_MAX else "a finite number"
         raise OptionError(f"{name} is {value!r}: choose {wanted}")

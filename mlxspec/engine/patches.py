@@ -8,14 +8,13 @@ functions are wrapped for them:
 - ``scaled_dot_product_attention`` in the modules that define layers, to call ``keys.attend`` if
   the keys have such a method (:class:`~mlxspec.engine.joint.JointCache`), and to split the rows of
   wide drafts (:func:`split_attention`);
-- ``__call__`` of the modules that take a cache, in models with recurrent states, to call
-  ``run_block`` of an argument that defines it (:class:`~mlxspec.engine.joint.JointStates`);
+- ``__call__`` of modules that take a cache, in models with recurrent states, to call the method
+  ``run_block`` of an argument that has it (:class:`~mlxspec.engine.joint.JointStates`);
 - the convolutions and recurrences of such models, to record their calls on a :class:`Tape`.
 
-:func:`install` wraps them once for the whole process; nothing unwraps them. The wrappers act only
-inside :func:`forward_at`. Elsewhere they just call the wrapped function, at the cost of reading one
-context variable. So mlx-lm's own generation is not affected, even with the same model in another
-thread.
+:func:`install` wraps them once for the whole process, and nothing unwraps them. The wrappers act
+only inside :func:`forward_at`. Elsewhere they read a context variable and call the wrapped
+function. So mlx-lm's own generation is not affected, even with the same model in another thread.
 
 ``tests/engine/test_patches.py`` checks the behaviour of mlx-lm that this relies on.
 """
@@ -38,29 +37,29 @@ Function = Callable[..., Any]
 
 # --- the tape ---
 #
-# A recurrent state cannot be cut back, and running accepted tokens again would take rows through
-# the whole model. Instead, a Tape keeps the inputs of a forward's short convolutions and
-# recurrences. The states after the first n rows can then be computed with a few small operations
-# per layer: a convolution's state is a slice of its inputs, and a recurrence runs again over n
-# rows. llama.cpp (#28123) and mlx-vlm (rollback_speculative_cache) undo rejected drafts in the same
-# way.
+# A recurrent state cannot be cut back, and to run the accepted tokens again would take another
+# forward. Instead, a Tape keeps the inputs of a forward's short convolutions and recurrences. The
+# states after the first n rows then take only a few small operations per layer: a convolution's
+# state is a slice of its inputs, and a recurrence runs again over n rows. llama.cpp (#28123) and
+# mlx-vlm (rollback_speculative_cache) undo rejected drafts in the same way.
 
 RECURRENCES: dict[str, tuple[tuple[str, ...], int, str]] = {
     "gated_delta_update": (("q", "k", "v", "a", "b"), 1, "state"),
     "ssm_update": (("hidden_states", "B", "C", "dt"), 1, "state"),
     "recurrent_gla": (("q", "k", "v"), 2, "h"),
 }
-"""mlx-lm's functions that return outputs and the state after the last row. By name: the arguments
-with an axis of rows, that axis, and the argument that holds the state.
+"""mlx-lm's functions that return outputs and the state after the last row. For each, by its name:
+the arguments that have an axis of rows, the index of this axis, and the argument with the state.
 """
 
 
-_signature = functools.cache(inspect.signature)  # the slowest part of recording a call
+_signature = functools.cache(inspect.signature)  # otherwise the slowest part of recording a call
 
 
 _Call = tuple[Callable[[Any, int], bool], Callable[[int, int, slice], mx.array]]
-"""For a call: whether it led to a given state after a number of rows; and the state after the first
-of those rows, in a slice of the batch.
+"""Two functions of a recorded call. The first says whether the call led to a given state after a
+number of rows. The second returns the state after the first ``rows`` of ``of`` rows, for a slice of
+the batch.
 """
 
 
@@ -71,11 +70,13 @@ class Tape:
         self._calls: list[_Call] = []
         """The calls that no state is assigned to yet, in order."""
         self._calls_of: dict[int, tuple[list[_Call], int, slice]] = {}
-        """By a cache's id: the call for each state, the number of rows, its slice of the batch."""
+        """For each cache, by its id: the call that led to each of its states, the number of its
+        rows, and its slice of the batch.
+        """
 
     def note_convolution(self, inputs: mx.array) -> None:
-        """Record a convolution; its inputs, (batch, kept + rows, channels), begin with its
-        state.
+        """Record a convolution by its inputs, (batch, kept + rows, channels). They begin with the
+        state, (batch, kept, channels).
         """
         batch, length, channels = inputs.shape
 
@@ -90,7 +91,13 @@ class Tape:
     def note_recurrence(
         self, function: Function, arguments: dict[str, Any], returned: mx.array
     ) -> None:
-        """Record a call of one of :data:`RECURRENCES`: its arguments by name, and its new state."""
+        """Record a call of one of :data:`RECURRENCES`.
+
+        Args:
+            function: the function.
+            arguments: its arguments by name.
+            returned: the state that it returned.
+        """
         names, axis, name_of_state = RECURRENCES[function.__name__]
         before = arguments.get(name_of_state)
 
@@ -110,8 +117,9 @@ class Tape:
 
         Args:
             states: the states after all rows.
-            members: the caches that hold the states, one for each entry of their first axis.
-            rows: the number of rows of each member.
+            members: the caches of the sequences of the batch, in the order of the states' first
+                axis.
+            rows: the number of rows of each sequence.
         """
         found: list[_Call] = []
         for state in states:
@@ -124,14 +132,14 @@ class Tape:
             self._calls_of[id(member)] = found, rows, slice(place, place + 1)
 
     def states_after(self, rows: int, caches: Iterable[Any]) -> list[list[mx.array]] | None:
-        """The states of recurrent layers after the first rows of a sequence, lazily.
+        """The states of recurrent layers after the first rows of a sequence.
 
         Args:
-            rows: the number of rows, at least 1.
-            caches: the sequence's caches of these layers.
+            rows: the number of these rows, at least 1.
+            caches: the sequence's caches of recurrent layers.
 
         Returns:
-            the states of each cache; None if the tape lacks a call for some state.
+            for each cache, its states, lazy; None if the tape lacks the call for some state.
         """
         states = []
         for cache in caches:
@@ -145,17 +153,17 @@ class Tape:
 # --- the wrappers ---
 
 _positions: ContextVar[mx.array | None] = ContextVar("positions", default=None)
-"""The positions of the rows of the running forward, (rows,)."""
+"""The positions of the running forward's rows, (rows,); None outside :func:`forward_at`."""
 
 _tape: ContextVar[Tape | None] = ContextVar("tape", default=None)
-"""The tape of the running forward, if its calls are recorded."""
+"""The tape on which the calls of the running forward are recorded, if they are."""
 
 _split_from: ContextVar[int | None] = ContextVar("split_from", default=None)
 """The number of keys from which the running forward splits its attention."""
 
 _ATTENTION = "scaled_dot_product_attention"
-_FUSED_ROWS = 8  # per head
-_FUSED_QUERIES = 32  # over all heads that share keys
+_FUSED_ROWS = 8  # the limit of rows for MLX's fused attention
+_FUSED_QUERIES = 32  # its limit of rows times heads that share keys
 
 _installed: WeakValueDictionary[int, nn.Module] = WeakValueDictionary()
 _wrappers: set[Function] = set()
@@ -168,7 +176,7 @@ def forward_at(
     positions: mx.array | None,
     tape: Tape | None = None,
 ) -> mx.array:
-    """Run a forward whose rows have individual positions, or whose calls are recorded.
+    """Run a forward whose rows have positions of their own, or whose calls are recorded.
 
     Args:
         model: an mlx-lm model for which :func:`install` was called.
@@ -176,12 +184,12 @@ def forward_at(
         caches: one per layer.
         positions: the position of each row, (rows,), relative to the caches' ``offset``; None if
             they are consecutive.
-        tape: records calls.
+        tape: records the forward's calls.
 
     Returns:
         lazy logits, (1, rows, vocabulary) or (rows, 1, vocabulary).
     """
-    # The positions are set in a copy of the context, so there is nothing to undo: even after an
+    # The variables are set in a copy of the context, so nothing has to be reset: even after an
     # interrupt, the next forward does not see them.
     context = copy_context()
     context.run(_positions.set, positions)
@@ -191,13 +199,17 @@ def forward_at(
 
 
 def split_attention(model: nn.Module, least_keys: int | None) -> None:
-    """Split the attention of drafts from ``least_keys`` keys on; None never splits it.
+    """Split the attention of wide drafts into several calls, to make it faster.
 
     MLX's fused attention for few rows is limited to 8 rows, and to 32 queries over the heads that
-    share keys (mlx 0.32, ``scaled_dot_product_attention.cpp``). Wider drafts do not use it, and
-    after a long context take several times as long (mlx#3826). Split into calls within these
-    limits, they give the same result, except for rounding. :func:`mlxspec.engine.costs.calibrate`
-    measures whether that is faster.
+    share keys (mlx 0.32, ``scaled_dot_product_attention.cpp``). Wider drafts cannot use it, and
+    take several times as long after a long context (mlx#3826). Calls within these limits give the
+    same result, except for rounding. :func:`mlxspec.engine.costs.calibrate` measures whether they
+    are faster.
+
+    Args:
+        model: an mlx-lm model.
+        least_keys: the number of keys from which attention is split; None never splits it.
     """
     if least_keys is not None:
         install(model)
@@ -210,11 +222,10 @@ def split_from(model: Callable[..., mx.array]) -> int | None:
 
 
 def install(model: nn.Module) -> None:
-    """Wrap the functions that a model's layers call, and the layers themselves, where needed."""
+    """Wrap the layers of a model, and the functions that they call, where that is needed."""
     if _installed.get(id(model)) is model:
         return
-    # No lock is needed: if two threads wrap the same function, the second wrapper replaces the
-    # first.
+    # No lock is needed: if two threads wrap a function, the second wrapper replaces the first.
     layers: set[Any] = {type(module) for module in model.modules() if callable(module)}
     for kind in layers:
         names = inspect.unwrap(kind.__call__).__globals__
@@ -233,7 +244,7 @@ def install(model: nn.Module) -> None:
 
 
 def _rope_classes(model: nn.Module) -> set[Any]:
-    """The classes of children with "rope" in their name or their class's name."""
+    """The classes of submodules that have "rope" in their own name or their class's."""
     return {
         type(child)
         for module in model.modules()
@@ -258,7 +269,7 @@ def _wrapped(function: Function, wrapper_of: Callable[[Function], Function]) -> 
     return function
 
 
-# The wrappers name the arguments that callers always pass, since packing arguments takes time.
+# The wrappers name the arguments that every caller passes, since ``*args`` takes more time.
 
 
 def _rotating(rope: Function) -> Function:
@@ -282,7 +293,7 @@ def _rotating(rope: Function) -> Function:
 
 def _attending(attention: Function) -> Function:
     def attend(queries: mx.array, keys: Any, *args: Any, **kwargs: Any) -> mx.array:
-        """Attention: computed by the keys if they have ``attend``, split if that is set."""
+        """Compute attention, by ``keys.attend`` if it exists; split it if that is set."""
         least_keys = _split_from.get()
         own = attention if least_keys is None else functools.partial(_split, attention, least_keys)
         if _positions.get() is None or not hasattr(keys, "attend"):
@@ -303,13 +314,15 @@ def _split(
     mask: mx.array | str | None,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """Attention in calls of as many rows as the fused kernel allows.
+    """Compute attention in calls of as many rows as the fused kernel allows.
 
     Attention to quantised keys, which are three arrays, is not split: no fused kernel reads them.
 
     Args:
+        attention: mlx-lm's function; the arguments not listed are what it is called with.
+        least_keys: the number of keys from which attention is split.
         queries: (batch, heads, rows, head_dim).
-        keys, values: (batch, key heads, entries, head_dim); the last rows' own are the last.
+        keys, values: (batch, key heads, entries, head_dim); they end with those of the rows.
         mask: (…, rows or 1, entries), "causal", or None if all rows see all entries.
     """
     own = functools.partial(attention, cache=cache, scale=scale, sinks=sinks)
@@ -318,13 +331,13 @@ def _split(
     width = min(_FUSED_ROWS, _FUSED_QUERIES * keys.shape[1] // queries.shape[1]) if fused else rows
     if not 0 < width < rows:
         return own(queries, keys, values, mask=mask)
-    if isinstance(mask, mx.array):  # a mask may have one row for all
+    if isinstance(mask, mx.array):  # it may have a single row, for all rows
         mask = mx.broadcast_to(mask, (*mask.shape[:-2], rows, mask.shape[-1]))
     outputs = []
     for start in range(0, rows, width):
         end = min(start + width, rows)
         of_rows = mask[..., start:end, :] if isinstance(mask, mx.array) else mask
-        # A causal row sees the entries up to its own; an array mask covers all entries.
+        # With a causal mask, a row sees the entries up to its own; an array covers all entries.
         seen = entries - rows + end if isinstance(mask, str) else entries
         outputs.append(
             own(queries[:, :, start:end], keys[:, :, :seen], values[:, :, :seen], mask=of_rows)
@@ -334,7 +347,7 @@ def _split(
 
 def _running(block: Function) -> Function:
     def run(*args: Any, **kwargs: Any) -> Any:
-        """Run a block, or let a state among its arguments run it."""
+        """Run a block, or let an argument's ``run_block`` run it."""
         if _positions.get() is not None:
             for argument in (*args[1:], *kwargs.values()):
                 if hasattr(argument, "run_block"):
@@ -367,5 +380,5 @@ def _recurring(recurrence: Function) -> Function:
 
 
 def finite(logits: mx.array) -> mx.array:
-    """Logits that can be subtracted: 0 for tokens with minus infinity."""
+    """Logits that can be subtracted: infinite ones are replaced by 0."""
     return mx.where(mx.isinf(logits), 0, logits)

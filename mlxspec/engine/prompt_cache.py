@@ -1,9 +1,10 @@
 """mlx-lm's prompt caches: lent by callers to generations, and kept in files.
 
 A file is a safetensors file in mlx-lm's format, with the states of a list of caches, and metadata.
-mlxspec's files also name the tokens that the caches hold, so that later generations can draft from
-them. A session's file ends with the state of a trained head, which mlx-lm ignores: it reads as many
-states as there are classes. mlxspec and mlx-lm can read each other's files.
+mlxspec's files also list the tokens that the caches hold, so that later generations can draft from
+these tokens. A session's file ends with the state of a trained head. mlx-lm ignores it, since it
+reads only as many states as the metadata names classes. mlxspec and mlx-lm can read each other's
+files.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ _MLX_LM_CLASSES: dict[type, Any] = {
     WindowKVCache: RotatingKVCache,
 }
 _JUDGED = {*_MLX_LM_CLASSES.values(), ArraysCache}
-"""Classes whose shapes for any number of tokens follow from those after one token."""
+"""The classes whose arrays' shapes after any number of tokens follow from those after one token."""
 
 
 def as_mlx_lms(cache: Any) -> Any:
-    """Convert a target's cache to mlx-lm's class; they share arrays."""
+    """Convert a target's cache to mlx-lm's class; the two share arrays."""
     if isinstance(cache, CacheList):
         return CacheList(*map(as_mlx_lms, cache.caches))
     if type(cache) not in _MLX_LM_CLASSES:
@@ -58,15 +59,16 @@ def as_mlx_lms(cache: Any) -> Any:
 
 
 class CacheLease:
-    """A generation's use of the caller's caches, which are returned at its end.
+    """A generation's use of the caller's caches, which are returned when the generation ends.
 
-    Until then, only the target holds the arrays, since MLX writes into an array in place only if
-    nothing else refers to it. A target's caches may also be ahead of the output that the caller has
+    Until then, only the target holds their arrays, since MLX writes into an array in place only if
+    nothing else refers to it. Besides, the target may be ahead of the output that the caller has
     read.
 
     Args:
-        caches: the caller's caches, from ``mlx_lm.models.cache.make_prompt_cache``, empty or not,
-            and not touched before :meth:`take`. A draft model's caches may follow the model's.
+        caches: the caller's caches, from ``mlx_lm.models.cache.make_prompt_cache``, empty or not.
+            They are not changed before :meth:`take`. A draft model's caches may come after the
+            model's.
         model: the model that will continue them.
 
     Raises:
@@ -114,7 +116,7 @@ class CacheLease:
             return
         with mx.stream(generation_stream):
             target.truncate(min(target.length, self._start + len(context)))
-            if len(context) > len(prompt):  # also run tokens that the target has not seen
+            if len(context) > len(prompt):  # also run the tokens that the target has not run yet
                 target.prefill(context[target.length - self._start :])
             returned = [as_mlx_lms(cache) for cache in target.cache]
             mx.eval([part.state for part in parts(returned)])
@@ -126,12 +128,12 @@ class CacheLease:
 
 _IN_USE = (
     "prompt_cache is in use by another generation: wait until that generation has ended, or close "
-    "the generation"
+    "it"
 )
 
 
 class _LentCache:
-    """The class of a caller's cache while it is lent: any use is an error."""
+    """The class of a caller's cache while a generation uses it: any other use is an error."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # Python looks for these to copy an object
@@ -146,7 +148,7 @@ class _LentCache:
 
 _ATTENTION = {KVCache, QuantizedKVCache, RotatingKVCache}
 _SUFFIX = ".safetensors"
-_TOKENS = "tokens"  # a key of the metadata that mlx-lm's own files lack
+_TOKENS = "tokens"  # the metadata's key for the tokens, which mlx-lm's own files lack
 
 
 def save_prompt_cache(
@@ -164,8 +166,8 @@ def save_prompt_cache(
     Args:
         file_name: ``.safetensors`` is appended if missing, as by mlx-lm.
         cache: mlx-lm's caches, as a generation with ``prompt_cache`` leaves them.
-        metadata: strings for the reader. ``mlx_lm.generate`` expects "model", the model's directory
-            or repository, and "tokenizer_config", a JSON object.
+        metadata: strings for whoever reads the file. ``mlx_lm.generate`` expects "model", the
+            model's directory or repository, and "tokenizer_config", a JSON object.
         tokens: the tokens that the cache holds, which later generations can draft from.
         head: a trained head's state for these tokens, from :attr:`.HeadCache.to_save`.
 
@@ -185,9 +187,9 @@ def save_prompt_cache(
 
 
 def _write(file: BinaryIO, cache: Sequence[Any], metadata: Any, head: Sequence[mx.array]) -> None:
-    """Write the file that mlx-lm would write, with the head's arrays after the states."""
+    """Write the file that mlx-lm would write, but with the head's arrays after the states."""
     values: dict[str, Any] = dict(tree_flatten([*(layer.state for layer in cache), [*head]]))
-    others: list[Any] = [""]  # other values; never empty, since an empty list is not saved
+    others: list[Any] = [""]  # values that are no arrays; not empty, since that is not saved
     for name, value in values.items():
         if not isinstance(value, mx.array):
             kind = "none" if value is None else "string" if isinstance(value, str) else "scalar"
@@ -213,10 +215,10 @@ def load_prompt_cache(
 
     Args:
         file_name: the file.
-        return_metadata: return its metadata as well.
+        return_metadata: whether to return its metadata, too.
 
     Returns:
-        mlx-lm's caches, to pass as ``prompt_cache``.
+        mlx-lm's caches, to pass as ``prompt_cache``, or these and the metadata.
 
     Raises:
         FileError: the file is missing, damaged, or not a prompt cache.
@@ -228,7 +230,7 @@ def load_prompt_cache(
 def read_prompt_cache(
     file_name: str | os.PathLike[str],
 ) -> tuple[list[Any], dict[str, str], list[mx.array]]:
-    """A file's caches, its metadata, and a trained head's state if it has one."""
+    """A file's caches, its metadata, and a trained head's state, or [] if it has none."""
     with _read_errors(Path(file_name)):
         cache, metadata = mlx_lm_caches.load_prompt_cache(str(file_name), return_metadata=True)
         arrays, after = cast(dict[str, mx.array], mx.load(str(file_name))), f"{len(cache)}."
@@ -236,7 +238,7 @@ def read_prompt_cache(
             arrays[f"{after}{n}"] for n in range(sum(name.startswith(after) for name in arrays))
         ]
         mx.eval([part.state for part in cache], head)
-    return cache, metadata or {}, head  # mlx-lm returns "" if there is none
+    return cache, metadata or {}, head  # mlx-lm returns "" for no metadata
 
 
 def read_prompt_cache_metadata(path: Path) -> dict[str, str]:
@@ -258,11 +260,11 @@ _DAMAGES = RuntimeError, SafetensorError, AttributeError, LookupError, TypeError
 
 @contextmanager
 def _read_errors(file: Path) -> Iterator[None]:
-    """Check that a file is whole; turn errors of reading it into one line that names it."""
+    """Check that a file is whole; turn errors in reading it into a FileError of one line."""
     try:
         if not file.is_file():  # opening a pipe would block
             raise FileError(f"{file}: no such file; make it with 'mlxspec cache-prompt'")
-        with safe_open(file, "np"):  # unlike MLX, checks the header and the length
+        with safe_open(file, "np"):  # checks the header and the length, unlike MLX
             yield
     except OSError as error:
         raise FileError(
@@ -276,7 +278,7 @@ def _read_errors(file: Path) -> Iterator[None]:
 
 
 def prompt_cache_path(file_name: str | os.PathLike[str]) -> Path:
-    """The file that :func:`save_prompt_cache` will write; checked before the work begins.
+    """The file that :func:`save_prompt_cache` will write; call this before the long work.
 
     Raises:
         FileError: the file cannot be written.
@@ -296,7 +298,7 @@ def check_replaceable(path: Path, force: bool) -> None:
         force: whether an existing prompt cache may be replaced.
 
     Raises:
-        FileError: the file is not a prompt cache, or it is one and ``force`` is off.
+        FileError: the file exists and is not a prompt cache, or is one and ``force`` is off.
     """
     if not path.exists() or path.stat().st_size == 0:
         return
@@ -309,12 +311,12 @@ def check_replaceable(path: Path, force: bool) -> None:
 
 
 def tokens_in(metadata: Mapping[str, str], cache: Sequence[Any] | None = None) -> list[int]:
-    """The tokens that a file lists; empty if it lists none, like mlx-lm's files.
+    """The tokens that a file lists; empty if it lists none, as mlx-lm's files do.
 
     Args:
         metadata: the file's metadata.
-        cache: the file's caches, to check that they hold as many tokens, unless they are only
-            states.
+        cache: the file's caches. If they hold another number of tokens, the list is ignored.
+            Caches that are only recurrent states are not checked.
     """
     try:
         tokens = json.loads(metadata.get(_TOKENS, "[]"))
@@ -339,7 +341,7 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
     """
     own = make_prompt_cache(model)
     model(mx.array([[0]]), cache=own)
-    with suppress(ValueError, NotImplementedError):  # not this length, or never quantised
+    with suppress(ValueError, NotImplementedError):  # another length, or a cache never quantised
         if all(_fits(*pair) for pair in zip(parts(cache), parts(own), strict=True)):
             return
     raise FileError(
@@ -349,9 +351,9 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
 
 
 def _fits(cache: Any, own: Any) -> bool:
-    """Whether a cache can be the model's own after more tokens.
+    """Whether a cache can be what the model's own cache becomes after more tokens.
 
-    Options can bound or quantise a plain cache; otherwise its layout is the same.
+    Options can bound or quantise a plain cache. Apart from that, the layouts must be the same.
     """
     if isinstance(cache, QuantizedKVCache) and hasattr(own, "to_quantized"):
         own = own.to_quantized(cache.group_size, cache.bits)
@@ -362,7 +364,7 @@ def _fits(cache: Any, own: Any) -> bool:
 def _layout(cache: Any) -> dict[str, tuple[int, ...]]:
     """The shape of each array in a cache, without the number of positions.
 
-    Integer arrays in a state are the context's tokens, whose number varies.
+    Integer arrays in a recurrent state hold tokens of the context, whose number varies.
     """
     arrays = {name: one for name, one in tree_flatten(cache.state) if isinstance(one, mx.array)}
     if not isinstance(cache, ArraysCache):

@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from .grammar import Grammar
     from .target import Target
 
-_COLDEST = 1e-30  # differences of logits divided by this stay within float32
-_LONGEST = 2**31 - 1  # tokens; MLX cannot index further back
+_COLDEST = 1e-30  # the least divisor: differences of logits divided by it stay within float32
+_LONGEST = 2**31 - 1  # tokens; MLX's indices go no further
 
 Perturb = Callable[[mx.array, Sequence[int]], mx.array]
-"""The method :meth:`Chooser.perturb` of a generation's chooser."""
+"""The type of :meth:`Chooser.perturb`, the method of a generation's chooser."""
 
 
 class Chooser:
     """Picks the target's token after each row of a forward, for one generation.
 
     Above temperature 0, it samples by the Gumbel-max trick: it divides the filtered
-    log-probabilities by the temperature and adds Gumbel noise. Token t is then the maximum with
-    exactly t's probability. The noise at position p depends only on seed and p: a key of MLX's
-    counter-based generator has one word for the seed and the purpose, and one for p.
+    log-probabilities by the temperature, adds Gumbel noise and takes the maximum. Each token is
+    then taken with exactly its probability. The noise at position p depends only on seed and p: a
+    key of MLX's counter-based generator has one word for the seed and the purpose, and one for p.
 
     Args:
         params: the sampling parameters.
@@ -49,8 +49,8 @@ class Chooser:
     Attributes:
         greedy: whether the choice is the most likely token.
         takes_argmax: whether the choice is the argmax of the unprocessed logits.
-        looks_ahead: whether to choose one token more than is emitted, as mlx-lm's plain decoding
-            does; a processor or sampler may count its calls.
+        looks_ahead: whether to choose one token beyond the last emitted one, as mlx-lm's plain
+            decoding does. A processor or sampler that counts its calls would see a difference.
     """
 
     def __init__(self, params: SamplingParams, grammar: Grammar | None = None) -> None:
@@ -74,8 +74,8 @@ class Chooser:
         if not self.greedy:
             self._noise_word, self._coin_word, self._state_word = _words(params.seed)
 
-    # Processors get mlx-lm's data types: int32 for the prompt alone, and int64 once generated
-    # tokens, which are uint32, are appended.
+    # Processors get contexts of mlx-lm's data types: int32 for the prompt alone, and int64 once
+    # generated tokens, which are uint32, have been appended.
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Begin a generation whose context is ``prompt``."""
@@ -88,12 +88,12 @@ class Chooser:
             self._context = self._with(tokens)
 
     def contexts(self, tree: DraftTree, unknown: mx.array | None = None) -> list[mx.array] | None:
-        """The context that each node's choice follows, for :meth:`choose`; None without processors.
+        """The context before each node's choice, for :meth:`choose`; None without processors.
 
         Args:
             tree: the draft; its root is the context's last token.
-            unknown: the token after the context, (1,), if it has not been read yet; it takes the
-                place of the tree.
+            unknown: the token after the context, (1,), if it has not been read yet. The only choice
+                is then the one after it, whatever the tree.
         """
         if not self._processors:
             return None
@@ -121,7 +121,7 @@ class Chooser:
             positions: for each row, the position of the token to choose, counted from the prompt's
                 first token: the row's own position plus one.
             contexts: for each row, the tokens up to its own, from :meth:`contexts`.
-            allowed: bool, (rows, vocabulary), the tokens that a constraint allows; None for all.
+            allowed: bool, (rows, vocabulary): the tokens that a constraint allows; None allows all.
 
         Returns:
             the choices, (rows,), and the log-probabilities after processors and constraint but
@@ -137,8 +137,8 @@ class Chooser:
             # Leave a choice even if a bias forbids all tokens that the constraint allows.
             least = mx.finfo(logits.dtype).min
             logits = mx.where(allowed, mx.maximum(logits, least), -mx.inf)
-        # mlx-lm takes the argmax of log-probabilities, where rounding can make different logits
-        # equal. Equal outputs need the same arithmetic.
+        # mlx-lm takes the argmax of log-probabilities, in which rounding can make different logits
+        # equal. To give the same output, the arithmetic must be the same.
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         if self.greedy:
             return mx.argmax(logprobs, axis=-1), logprobs
@@ -152,15 +152,15 @@ class Chooser:
         return mx.concatenate(choices), logprobs
 
     def perturb(self, logprobs: mx.array, positions: Sequence[int]) -> mx.array:
-        """The values whose argmax is the choice: filtered, divided by the temperature, with noise.
+        """The values whose argmax is the choice: filtered, divided by the temperature, plus noise.
 
-        Shapes are as in :meth:`choose`. At temperature 0, these are the log-probabilities, even
-        with a caller's sampler, whose effect is unknown.
+        Shapes are as in :meth:`choose`. At temperature 0, the values are the log-probabilities. A
+        caller's sampler does not affect them.
         """
         if self.params.temp == 0:
             return logprobs
         kept = self._filtered(logprobs, positions).astype(mx.float32)
-        # Relative to the best token, so that at low temperatures only other tokens can overflow.
+        # The best token gets 0, so that at low temperatures only other tokens can overflow.
         tempered = (kept - kept.max(axis=-1, keepdims=True)) / max(self.params.temp, _COLDEST)
         size = logprobs.shape[-1]
         return tempered + _by_position(
@@ -175,8 +175,9 @@ class Chooser:
         if params.min_p > 0:
             logprobs = apply_min_p(logprobs, params.min_p, min(params.min_tokens_to_keep, size))
         if params.xtc_probability > 0:
-            # mlx-lm's function draws one random number for all rows, from MLX's random state. Here
-            # it always drops tokens, and each position draws its own number.
+            # mlx-lm's function draws one random number for all rows, from MLX's random state, to
+            # decide whether to drop tokens. Here it always drops them, and each position decides
+            # with its own number.
             with _restored_mlx_state():
                 special = list(params.xtc_special_tokens)
                 dropped = apply_xtc(logprobs, 1.0, params.xtc_threshold, special)
@@ -192,19 +193,19 @@ class Chooser:
 def draft_values(logits: mx.array, place: int, target: Target, perturb: Perturb) -> mx.array:
     """The values whose argmax is a draft's next token, with the output's noise at its position.
 
-    So the drafting model and the target choose the same token with a probability of at least (1 -
-    d) / (1 + d), where d is the total variation distance of their distributions (Daliri, Musco,
-    Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding", 2024, arXiv
-    2408.07978).
+    With the same noise, the drafting model and the target choose the same token with a probability
+    of at least (1 - d) / (1 + d), where d is the total variation distance of their distributions
+    (Daliri, Musco, Suresh, "Coupling without Communication and Drafter-Invariant Speculative
+    Decoding", 2024, arXiv 2408.07978).
 
     Args:
         logits: the drafting model's, for the target's vocabulary, (1, vocabulary).
-        place: how many tokens have been drafted.
+        place: the number of tokens that have been drafted.
         target: the sequence's target, with no forward dispatched ahead.
         perturb: the method of the sequence's chooser.
 
     Returns:
-        (1, vocabulary), lazy.
+        the values, (1, vocabulary), lazy.
     """
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     # The target has not yet run the current token, whose position is the target's length.
@@ -212,7 +213,7 @@ def draft_values(logits: mx.array, place: int, target: Target, perturb: Perturb)
 
 
 def _words(seed: int | None) -> list[int]:
-    """The first words of a generation's keys: for noise, XTC, and a caller's sampler."""
+    """The first words of a generation's keys: one each for noise, XTC, and a caller's sampler."""
     if seed is None:
         high, low = cast(list[int], mx.random.randint(0, 2**31 - 1, (2,)).tolist())
         seed = high << 32 | low
@@ -223,9 +224,10 @@ def _words(seed: int | None) -> list[int]:
 
 @contextmanager
 def _restored_mlx_state() -> Iterator[None]:
-    """Restore MLX's random state at the end.
+    """A ``with`` block after which MLX's random state is as before.
 
-    A compiled function that draws random numbers would leave a state that depends on its inputs.
+    Otherwise, a compiled function that draws random numbers would leave a state that depends on its
+    inputs.
     """
     (key,) = cast(Sequence[mx.array], mx.random.state)
     high, low = cast(list[int], key.tolist())
@@ -238,7 +240,7 @@ def _restored_mlx_state() -> Iterator[None]:
 def _by_position(
     word: int, positions: Sequence[int], draw: Callable[[mx.array], mx.array]
 ) -> mx.array:
-    """Stack ``draw(key)`` for each position; rows with the same position share a draw."""
+    """``draw(key)`` for each position, stacked. Rows with the same position share a draw."""
     distinct = sorted(set(positions))
     keys = mx.array([[word, position] for position in distinct], dtype=mx.uint32)
     drawn = mx.vmap(draw)(keys)

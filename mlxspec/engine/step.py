@@ -1,7 +1,7 @@
 """One step of decoding: propose, forward, choose, accept, move, settle.
 
-A :class:`Sequence` is one generation, :func:`joint_step` runs a step of one or more of them, and a
-:class:`Batch` plans their drafts together.
+A :class:`Sequence` is one generation, :func:`joint_step` runs a step of one or more sequences, and
+a :class:`Batch` plans their drafts together.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .target import Capability, Target, vocabulary_size
 
 _Result = TypeVar("_Result")
 
-_STEPS_BETWEEN_CLEARING = 256  # as in mlx-lm: gives outgrown caches' buffers back to the system
+_STEPS_BETWEEN_CLEARING = 256  # as in mlx-lm; clearing frees the buffers that caches have outgrown
 
 _NEXT = DraftTree.chain(-1)  # the single row after a token that is not yet known
 
 
 class Sequence:
-    """One generation: a growing context, the target's cache of it, a drafter and a chooser.
+    """One generation: a growing context, the target with its cache, a drafter and a chooser.
 
-    After every step, and however it is closed, the target's cache holds exactly the context without
-    its last token. While a pipelined plain step is pending, it holds one more token.
+    After every step, and however the sequence is closed, the target's cache holds exactly the
+    context without its last token. While a pipelined plain step is pending, it holds one more.
 
     Args:
         target: the model; its cache holds the context before the prompt.
@@ -48,9 +48,10 @@ class Sequence:
         chooser: picks the target's token after each row.
         max_tokens: the most tokens to emit, at least 1.
         ends: called with each emitted token in order; returns True to end the output after it.
-        n_cached: how many of the prompt's first tokens the target's cache already holds; not all.
-        in_mlx_lms_chunks: whether the prompt must run in mlx-lm's chunks, because other chunks
-            would change the output.
+        n_cached: the number of the prompt's first tokens that the target's cache already holds;
+            less than all.
+        in_mlx_lms_chunks: whether the prompt must run in the same chunks as in mlx-lm, because
+            other chunks would change the output.
 
     Attributes:
         length: the number of the context's positions, including the last token's.
@@ -58,10 +59,10 @@ class Sequence:
         finished: whether the output has ended.
         tree: the rows of the current step.
         forward: the forward over these rows.
-        ahead: the next step's forward, if the last step dispatched it.
+        ahead: the next step's forward, if the last step has already dispatched it.
         proposed: the number of draft tokens in the last proposal.
-        fault: the exception of its drafter, a processor or the like; the sequence must then be
-            closed.
+        fault: the exception that its drafter, processor or the like has raised. The sequence must
+            then be closed.
     """
 
     tree: DraftTree
@@ -96,17 +97,17 @@ class Sequence:
         self.in_mlx_lms_chunks = in_mlx_lms_chunks
         self._steps = 0
         self._open = False
-        self._uncounted = 0.0  # seconds of the drafter's last ``observe``
+        self._uncounted = 0.0  # seconds of the last ``observe``, which count in the next step
 
     def begin(self) -> None:
-        """Run the prompt except its last token."""
+        """Run the prompt without its last token, which the first step runs."""
         for _ in self.begin_in_chunks():
             pass
 
     def begin_in_chunks(
         self, chunk: Callable[[], int] | None = None
     ) -> Generator[tuple[int, int], None, None]:
-        """:meth:`begin`, one chunk per iteration.
+        """Like :meth:`begin`, but run one chunk per iteration.
 
         Args:
             chunk: returns the number of tokens to run next; not called if ``in_mlx_lms_chunks``.
@@ -145,11 +146,11 @@ class Sequence:
     def propose(self, plan: Plan | None = None) -> None:
         """Propose the rows of the step.
 
-        If the last step has already dispatched this step's forward, that forward has one row, and
-        the draft waits for the next step.
+        If the last step has already dispatched this step's forward, that forward has a single row.
+        A draft then has to wait for the next step.
 
         Args:
-            plan: from a :class:`Batch`, if the drafter is a planner. None asks the drafter.
+            plan: the sequence's plan, if a :class:`Batch` has planned; None asks the drafter.
         """
         self._started = time.perf_counter() - self._uncounted
         max_depth = self.max_depth
@@ -162,24 +163,24 @@ class Sequence:
         self.tree = DraftTree.chain(self.last) if self.proposed and self.ahead else tree
 
     def rows(self, ahead: bool) -> JointRows:
-        """The proposed rows; with ``ahead``, the row after the plain step's token."""
+        """The proposed rows; with ``ahead``, the row of the token that the plain step chooses."""
         if ahead:
             return self.target, self.forward.choices, _NEXT
         return self.target, mx.array(self.tree.tokens), self.tree
 
     @property
     def max_depth(self) -> int:
-        """The greatest depth of the next draft."""
+        """The greatest depth that the next draft may have."""
         return min(self.remaining - 1, self.target.max_depth)
 
     def _fitting(self, proposed: object, max_depth: int) -> DraftTree:
-        """Cut a proposal to what the target can verify and the output has room for."""
+        """Cut a proposal to what the target can verify and ``max_tokens`` leaves room for."""
         tree = checked_draft(proposed, self.drafter, self.last)
         if len(tree) == 1:
             return tree
-        # First, since the grammar and the target expect ids within the vocabulary.
+        # This comes first, since the grammar and the target need ids within the vocabulary.
         tree = tree.pruned(max_depth, vocabulary_size(self.target.model))
-        # The rows of lookahead's window are not drafts and need not satisfy the grammar.
+        # The rows of lookahead's window are no drafts, so they need not satisfy the grammar.
         if self.chooser.grammar and WINDOW not in tree.origins:
             tree = self.chooser.grammar.allowed(tree)
         return tree if self.target.capability is Capability.TREE else tree.first_chain()
@@ -196,13 +197,13 @@ class Sequence:
     def choose(self, forward: Forward, tree: DraftTree, unknown: mx.array | None = None) -> None:
         """Choose the target's token after each row of a forward, lazily.
 
-        The tokens that a constraint allows after a row depend on the row's token. While that is
-        unknown, nothing is chosen, and :meth:`take_ahead` chooses later.
+        The tokens that a constraint allows after a row depend on the row's token. While this token
+        is unknown, nothing is chosen: :meth:`take_ahead` then chooses later.
 
         Args:
             forward: this sequence's forward.
             tree: the forward's rows.
-            unknown: the token of the single row, (1,), if it has not been read yet.
+            unknown: the token of the forward's single row, (1,), if it has not been read yet.
         """
         grammar = self.chooser.grammar
         if forward.logits is None or (grammar and unknown is not None):
@@ -227,8 +228,8 @@ class Sequence:
         return Accepted(nodes[: len(tokens)], tokens)
 
     def settle(self, accepted: Accepted) -> VerifiedStep:
-        """Commit the accepted rows, once :func:`move_accepted` has moved them; let the drafter
-        observe.
+        """Commit the accepted rows, which :func:`move_accepted` has moved, and let the drafter
+        observe the step.
         """
         tree, forward, (nodes, tokens) = self.tree, self.forward, accepted
         if len(tree) > 1:
@@ -270,10 +271,10 @@ class Sequence:
 
 
 class Accepted(NamedTuple):
-    """The end of a step.
+    """What a step has accepted.
 
     Attributes:
-        nodes: the accepted nodes of its tree, from the root's child downwards.
+        nodes: the accepted nodes of the step's tree, in order; the first is a child of the root.
         tokens: the emitted tokens.
     """
 
@@ -282,18 +283,19 @@ class Accepted(NamedTuple):
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The rows that stay in the caches."""
+        """The indices of the rows that stay in the caches."""
         return 0, *self.nodes[: len(self.tokens) - 1]
 
 
 @dataclass
 class Forward:
-    """A dispatched forward over the rows of a sequence.
+    """A sequence's part of a dispatched forward.
 
     Args:
-        logits: (rows, vocabulary); None once tokens are chosen.
-        rows: the number of rows, including those of other sequences.
-        sequences: the number of sequences that share it.
+        logits: the logits after the sequence's rows, (rows, vocabulary); None once tokens are
+            chosen.
+        rows: the number of rows of the whole forward, including those of other sequences.
+        sequences: the number of sequences that share the forward.
         pipelined: whether it was dispatched during the previous step.
 
     Attributes:
@@ -317,13 +319,13 @@ class Forward:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """The arrays to evaluate."""
+        """The arrays that the step will read, for ``mx.eval``."""
         if self.logits is not None:
             return (self.logits,)
         return self.choices, self.argmaxes, self.logprobs
 
     def logprobs_after(self, rows: abc.Sequence[int]) -> list[mx.array]:
-        """For each row, the log-probabilities that its token was chosen from, (vocabulary,).
+        """For each row, the log-probabilities of the token after it, (vocabulary,).
 
         Each is a separate array, since a slice would keep all rows in memory.
         """
@@ -338,10 +340,10 @@ class Forward:
 def each(
     phase: Callable[[Sequence], _Result], sequences: Iterable[Sequence]
 ) -> dict[Sequence, _Result]:
-    """Run a phase for each sequence without a fault; an exception becomes the sequence's fault.
+    """Run a phase for each sequence that has no fault; an exception becomes its fault.
 
     Returns:
-        the phase's result for each sequence that continues.
+        the phase's result, for each sequence in which it raised nothing.
     """
     results = {}
     for sequence in sequences:
@@ -360,13 +362,14 @@ def joint_step(
 ) -> list[VerifiedStep | Exception]:
     """Run one step of each sequence; all forwards are dispatched before the first result is read.
 
-    If an earlier step has already dispatched a sequence's forward, its draft waits for the next
-    step. If nothing is drafted, the next step's forward may be dispatched right after this one.
+    If the last step has already dispatched a sequence's forward, a draft of this sequence waits for
+    the next step. If nothing is drafted, the next step's forward may be dispatched right after this
+    one.
 
     Args:
-        sequences: of one model; none is finished.
+        sequences: sequences of one model, none of them finished.
         joint: runs the rows of all sequences in one forward; required for several sequences.
-        plans: for the sequences whose drafts were planned together.
+        plans: the plans of sequences whose drafts were planned together.
 
     Returns:
         for each sequence, its step, or the exception of its drafter, processor, sampler or forward.
@@ -381,7 +384,7 @@ def joint_step(
         dispatch_next(running, joint)
         accepted = each(Sequence.accept, running)
         move_accepted(accepted)
-    except Exception as error:  # from the forward that all share
+    except Exception as error:  # of the forward that all share
         return [sequence.fault or error for sequence in sequences]
     steps = each(lambda sequence: sequence.settle(accepted[sequence]), accepted)
     return [steps[own] if own.fault is None else own.fault for own in sequences]
@@ -390,18 +393,19 @@ def joint_step(
 def dispatch(
     sequences: abc.Sequence[Sequence], joint: Joint | None, ahead: bool = False
 ) -> Iterable[Sequence]:
-    """Dispatch a forward over rows of one or more sequences, and the choices after them.
+    """Dispatch a forward over rows of one or more sequences, and the choices after these rows.
 
-    The single row of a plain step is kept whatever token is chosen. So it is committed immediately,
-    and the next forward can be dispatched after it.
+    The single row of a plain step stays, whatever token is chosen after it. So it is committed
+    immediately, and the next forward can be dispatched before the token is known.
 
     Args:
-        sequences: the sequences, which have proposed rows.
+        sequences: the sequences, which have proposed their rows.
         joint: runs the forward of several sequences.
-        ahead: run the row after each sequence's plain step, whose token is not yet known.
+        ahead: whether to run, instead of the proposed rows, the row that follows each sequence's
+            plain step, whose token is not yet known.
 
     Returns:
-        the sequences that continue.
+        the sequences without a fault.
     """
     if not sequences:
         return ()
@@ -419,7 +423,7 @@ def dispatch(
             for sequence, span in zip(rows, spans, strict=True)
         }
         if any(sequence.chooser.grammar for sequence in rows):
-            mx.async_eval(logits)  # compute them while the masks are made
+            mx.async_eval(logits)  # computed while the masks are made
         if len(rows) > 1 and all(sequence.chooser.takes_argmax for sequence in rows):
             choices, logprobs = sequences[0].chooser.choose(logits, ())
             for forward, span in zip(forwards.values(), spans, strict=True):
@@ -427,8 +431,8 @@ def dispatch(
         chosen = each(
             lambda s: s.choose(forwards[s], rows[s][2], rows[s][1] if ahead else None), rows
         )
-    # Evaluate everything that outlives the step, since only this thread can read lazy arrays.
-    # Evaluating the choices is not enough: some caches do not affect them, such as a recurrent
+    # Evaluate everything that outlives the step, since only this thread can evaluate lazy arrays.
+    # To evaluate the choices is not enough: some arrays do not affect them, such as a recurrent
     # layer's last state or the keys of a sparse layer's index.
     mx.async_eval(
         [forwards[sequence].arrays for sequence in chosen],
@@ -445,9 +449,9 @@ def dispatch(
 
 
 def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
-    """Dispatch the next plain step of all sequences that continue, unless one of them drafts.
+    """Dispatch the next plain step of all sequences that go on, unless one of them may draft.
 
-    It is all or none, since two forwards of a few rows take longer than one.
+    It is dispatched for all sequences or for none, since two small forwards take longer than one.
     """
     going_on = [s for s in sequences if s.remaining > 1 or s.chooser.looks_ahead]
     pipelined = each(lambda s: not s.proposed and s.drafter.pipelined, going_on)
@@ -456,7 +460,7 @@ def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
 
 
 def move_accepted(accepted: abc.Mapping[Sequence, Accepted]) -> None:
-    """Move the accepted rows in the caches, for all sequences at once."""
+    """Move the accepted rows to their places in the caches, for all sequences at once."""
     moved = [s.target.to_move(own.rows) for s, own in accepted.items() if len(s.tree) > 1]
     if moved:
         with mx.stream(generation_stream):
@@ -466,14 +470,14 @@ def move_accepted(accepted: abc.Mapping[Sequence, Accepted]) -> None:
 class Batch:
     """Runs the steps of several sequences of one model, which may join and leave between steps.
 
-    If planning drafts fails, the step is plain. Only a batch's first failure is logged, since the
+    If the planning of drafts fails, the step is plain. Only the first failure is logged, since the
     next steps are likely to fail in the same way.
 
     Args:
         model: an mlx-lm model.
         mode: the model's mode, from :func:`mlxspec.engine.capability.joint_mode`. With ``ALONE``,
             each sequence has its own forward in every step.
-        patient: whether a sequence may be delayed by others' drafts, if all together gain.
+        patient: whether the drafts of some sequences may delay another, if all together gain.
         spare: as for :class:`.joint.Joint`.
     """
 
@@ -486,7 +490,7 @@ class Batch:
         self._has_failed = False
 
     def _planned(self, plan: Callable[[], _Result]) -> _Result | None:
-        """The result of a planning function; None if it fails."""
+        """The result of a function that plans drafts; None if it fails."""
         try:
             return plan()
         except Exception as error:
@@ -496,7 +500,7 @@ class Batch:
             return None
 
     def join(self, sequence: Sequence) -> None:
-        """Add a sequence that has begun."""
+        """Add a sequence whose prompt has run."""
         if self._joint:
             self._joint.join(sequence.target)
 
@@ -508,7 +512,7 @@ class Batch:
             self._planned(costs.end)
 
     def step(self, sequences: abc.Sequence[Sequence]) -> list[VerifiedStep | Exception]:
-        """Run one step of each sequence; returns as :func:`joint_step` does."""
+        """Run one step of each sequence; the result is that of :func:`joint_step`."""
         together = [s for s in sequences if self._joint and self._joint.takes(s.target)]
         outcomes: dict[Sequence, VerifiedStep | Exception] = {}
         if len(together) > 1:
@@ -532,10 +536,10 @@ class Batch:
         return outcomes
 
     def cost(self, sequence: Sequence, step: VerifiedStep) -> float:
-        """The time of a sequence's step by the measured costs, in steps without drafts.
+        """The price of a sequence's step by the measured costs, in steps without drafts.
 
-        It is 1 for a step without a draft. As a ratio, it does not depend on other programs, the
-        context's length or prompts in between, which slow both kinds of step.
+        It is 1 for a step without a draft. Other programs, a long context and prompts that run in
+        between slow both kinds of step, so they hardly affect this ratio.
 
         Returns:
             NaN if the cost of drafting is not measured, as with a draft model.
@@ -549,7 +553,7 @@ class Batch:
         return cost or math.nan
 
     def _costs_for(self, own: Costs, count: int) -> LiveCosts:
-        """The costs of steps of ``count`` sequences; ``own`` are those of one."""
+        """The costs of steps that ``count`` sequences share; ``own`` are the costs of one."""
         assert isinstance(own, LiveCosts)
         if count == 1:
             return own
@@ -560,11 +564,13 @@ class Batch:
     def _plan(
         self, sequences: abc.Sequence[Sequence], planners: dict[Sequence, Planner]
     ) -> tuple[LiveCosts, dict[Sequence, Plan]]:
-        """Plan the drafts of all sequences together; return the steps' costs, and the plans."""
+        """Plan the drafts of all sequences together; return the costs of their steps, and the
+        plans.
+        """
         count = len(sequences)
         costs = self._costs_for(next(iter(planners.values())).costs, count)
         costs.move_to(max(sequence.length for sequence in sequences))
-        # The others propose in the step itself; expect as many rows as they proposed before.
+        # The other sequences propose later. Expect as many draft tokens as they proposed last.
         others = [sequence for sequence in sequences if sequence not in planners]
         plans = plan_drafts(
             {planner: sequence.max_depth for sequence, planner in planners.items()},
@@ -577,7 +583,7 @@ class Batch:
 
 
 def _planners(sequences: abc.Sequence[Sequence]) -> dict[Sequence, Planner]:
-    """The working planners whose costs learn, by sequence."""
+    """The planners that work and whose costs learn, by sequence."""
     return {
         sequence: planner
         for sequence in sequences

@@ -1,4 +1,6 @@
-"""The target: runs a model over drafts' rows and prompts' chunks, and manages its caches."""
+"""The target: runs a model over the rows of drafts and the chunks of prompts, and manages its
+caches.
+"""
 
 from __future__ import annotations
 
@@ -38,29 +40,29 @@ from .params import CacheOptions
 from .patches import Tape, forward_at, install
 
 UNDOABLE = 2
-"""How many forwards a generation may have to undo, since a plain step may be dispatched ahead. Each
-takes a copy of the states that cannot be cut.
+"""The most forwards that a generation may have to undo: a step's, and one dispatched ahead of time.
+For each, a snapshot of the states that cannot be cut is kept.
 """
 
-_AFTER_MARK = 16  # tokens, more than open an answer in any chat template
+_AFTER_MARK = 16  # tokens after a mark: more than open an answer in any chat template
 
 
 class Capability(enum.Enum):
-    """Which drafts a target can verify, the most capable first."""
+    """Which drafts a target can verify; the greatest capability comes first."""
 
     TREE = "tree"
-    """Branching drafts: the model has only KV caches, and positions only from RoPE modules."""
+    """Branching drafts: all caches are KV caches, and only RoPE modules use positions."""
 
     CHAIN = "chain"
     """Chains: every cache can be cut back."""
 
     REPLAY = "replay"
-    """Chains: some state cannot be cut back (state-space and linear attention, short convolutions).
-    After a rejection, it is recomputed for the accepted rows.
+    """Chains: some state cannot be cut back (state-space layers, linear attention, short
+    convolutions). After a rejection, it is computed again for the accepted rows.
     """
 
     PLAIN = "plain"
-    """No drafts: several rows in one forward do not give the same as one by one."""
+    """No drafts: several rows in one forward give different logits than in separate forwards."""
 
 
 Progress = Callable[[int, int], None]
@@ -70,7 +72,7 @@ Progress = Callable[[int, int], None]
 def vocabulary_size(model: nn.Module) -> int:
     """The size of a model's output layer: the number of token ids, including padding."""
     if getattr(model, "vocabulary_size", None) is None:
-        # The graph is built for its shape, but never evaluated.
+        # The graph is built for the result's shape, but never evaluated.
         logits = model(mx.array([[0]]), cache=make_prompt_cache(model))
         model.vocabulary_size = logits.shape[-1]
     return cast(int, model.vocabulary_size)
@@ -79,7 +81,7 @@ def vocabulary_size(model: nn.Module) -> int:
 def evaluate_constants(model: nn.Module) -> None:
     """Evaluate constants that a model computed when it was created, such as RoPE's frequencies.
 
-    Loading evaluates only parameters, and only the thread that made a lazy array can read it.
+    Loading evaluates only parameters, and only the thread that made a lazy array can evaluate it.
     """
     constants = [
         value
@@ -91,34 +93,35 @@ def evaluate_constants(model: nn.Module) -> None:
 
 
 class Target:
-    """A model, run over rows that follow the context in its caches.
+    """Runs a model over rows that follow the context in its caches.
 
-    The caches hold exactly the accepted tokens. :meth:`forward` writes a draft's rows into them,
-    and :meth:`commit` keeps some of these. Between two commits, and after an interrupt anywhere,
-    :meth:`truncate` returns to the last commit.
+    After a commit, the caches hold exactly the accepted tokens. :meth:`forward` writes a draft's
+    rows into them, and :meth:`commit` keeps some of these. Between two commits, and after an
+    interrupt anywhere, :meth:`truncate` returns to the last commit.
 
-    If some state cannot be cut back (with the capability ``REPLAY`` or ``PLAIN``), it is computed
-    for the accepted rows from the forward's tape after a partial rejection. Without a tape, the
-    state before the step is restored, and the accepted tokens run again.
+    With the capability ``REPLAY`` or ``PLAIN``, some state may be impossible to cut back. If only
+    some of a step's rows are accepted, their state is then computed from the forward's tape.
+    Without a tape, the state before the step is restored, and the accepted tokens run again.
 
     Args:
         model: an mlx-lm model.
         capability: which drafts the model can verify, from :mod:`mlxspec.engine.capability`.
         options: the limits on the caches.
-        cache: mlx-lm's caches to continue; by default new ones. They are not converted before the
-            end of the prefill, or :meth:`begin_at`.
-        marks: how many of the last prefills :meth:`rewind` can return to, if the caches cannot be
-            cut to any length. The mark is 16 tokens before a prefill's end, since the next turn of
-            a conversation may differ in the tokens that open the answer.
-        undoable: how many of the last forwards :meth:`truncate` can undo if states cannot be cut.
+        cache: mlx-lm's caches to continue; by default new ones. They are converted at the end of
+            the prefill or by :meth:`begin_at`.
+        marks: the number of prefills that :meth:`rewind` can return to, counted from the last one,
+            if the caches cannot be cut to any length. It returns to 16 tokens before a prefill's
+            end, since the next prompt of a conversation may lack the tokens that open the answer.
+        undoable: the number of forwards that :meth:`truncate` can undo if states cannot be cut.
 
     Attributes:
         cache, trimmable: the caches, and those parts of them that can be cut back.
         length: the number of committed positions.
-        mark_at: a length at which the next prefill also makes a mark; 0 for none.
-        chunks_from: the length from which mlx-lm would have counted its chunks.
+        mark_at: a further length that :meth:`rewind` can return to once the next prefill passes it;
+            0 for none.
+        chunks_from: the length at which mlx-lm's first chunk would begin.
         tape: the last forward's tape; None if its calls were not recorded.
-        head: the caches of the model's trained head, which follow these; None without a head.
+        head: the state of the model's trained head, which follows the caches; None without a head.
     """
 
     cache: list[Any]
@@ -150,7 +153,7 @@ class Target:
         """The rows of the last forward."""
         self.tape: Tape | None = None
         self._unfinished = False
-        """With replay: whether some state is not that of ``length``."""
+        """With REPLAY: whether some state is not the one after ``length`` positions."""
         self._checkpoints: deque[Snapshot] = deque(maxlen=undoable)
         self._marks: deque[Snapshot] = deque(maxlen=marks)
         trained = getattr(model, "trained_head", None)
@@ -158,7 +161,7 @@ class Target:
             self.head = trained.new_cache(self.length)
 
     def use(self, caches: list[Any]) -> None:
-        """Run on these caches from now on, sorted by whether they can be cut back."""
+        """Use these caches from now on; sort them by whether they can be cut back."""
         trimmable = [cache for cache in parts(caches) if is_trimmable(cache)]
         untrimmable = [cache for cache in parts(caches) if not is_trimmable(cache)]
         self.cache, self.trimmable, self._untrimmable = caches, trimmable, untrimmable
@@ -180,8 +183,8 @@ class Target:
         return self._quantizes_later or are_quantized(self.cache)
 
     def begin_at(self, length: int) -> None:
-        """Treat the content of the caches as a context of this length, to which it can be
-        rewound.
+        """Treat the content of the caches as a context of this length, which it is then possible
+        to rewind to.
         """
         self._change_for_steps()
         self.length, self.chunks_from = length, 0
@@ -220,7 +223,7 @@ class Target:
             self._unfinished = True
 
     def to_move(self, rows: Sequence[int]) -> tuple[list[Any], int, Sequence[int]]:
-        """The arguments for :func:`move_rows` if these rows of the last forward stay."""
+        """This target's item in the argument of :func:`move_rows`, if these rows stay."""
         return [] if self._replays else self.trimmable, self.length, rows
 
     def commit(self, rows: Sequence[int]) -> None:
@@ -240,13 +243,13 @@ class Target:
                 cut(self.trimmable, length)
         if self.head:
             self.head.keep(self.length, rows)
-        # Together and last: at any interrupt, the length is that of the last commit.
+        # Set last and together, so that after any interrupt the length is that of a commit.
         self.length, self._unfinished, self.tape = length, False, None
         if self._quantizes_later:
             self._quantize_if_due()
 
     def _run_again(self, tokens: Sequence[int]) -> None:
-        """Run accepted tokens through the model again, after the earlier states were restored."""
+        """Run accepted tokens through the model again, once the earlier states are restored."""
         self.model(mx.array(list(tokens))[None], cache=self.cache)
         mx.async_eval(held_arrays(parts(self.cache)))
 
@@ -254,7 +257,7 @@ class Target:
         """Compute the states after the first rows of the last forward, if its tape allows it.
 
         Returns:
-            whether the tape allows it; if not, nothing is changed.
+            whether the tape allows it. If it does not, nothing is changed.
         """
         states = self.tape.states_after(rows, self._untrimmable) if self.tape else None
         if states is None:
@@ -262,18 +265,18 @@ class Target:
         for cache, arrays in zip(self._untrimmable, states, strict=True):
             cache.cache = arrays
         # Otherwise they would be lazy until the next step, which may run in a thread that cannot
-        # read them.
+        # evaluate them.
         mx.async_eval(states)
         return True
 
     def truncate(self, length: int) -> None:
         """Return to the first ``length`` positions, even from a forward that was not committed.
 
-        With replay, only ``undoable`` forwards can be undone, and the result may be shorter than
-        requested, since a forward is undone with all its rows.
+        With REPLAY, only ``undoable`` forwards can be undone, each with all its rows. So the result
+        may be shorter than requested.
 
         Raises:
-            ValueError: no state was kept at that length.
+            ValueError: no state was kept at or before that length.
         """
         self.tape = None
         if self._replays:
@@ -290,12 +293,12 @@ class Target:
         self._forget_marks_behind()
 
     def rewind(self, length: int) -> None:
-        """Return to the first ``length`` positions, or to a mark before them.
+        """Return to the first ``length`` positions, or to a mark before their end.
 
         Raises:
             ValueError: no such state was kept. The target cannot be used any more.
         """
-        self._change_for_steps()  # a prefill that was interrupted has not done this
+        self._change_for_steps()  # an interrupted prefill has not done this
         if self._is_before_quantization(length):
             raise ValueError(f"the cache was quantised after {length} positions")
         try:
@@ -315,10 +318,10 @@ class Target:
                 self.head.cut(self.length)
 
     def reach(self, length: int) -> int:
-        """The most positions, up to ``length``, that :meth:`copied` can copy; 0 for none.
+        """The most positions, up to ``length``, that :meth:`copied` can copy; 0 if it cannot copy.
 
-        This and :meth:`copied` may be called between any two steps of a generation, and between
-        two chunks of its prompt.
+        Both may be called between any two steps of a generation, and between any two chunks of its
+        prompt.
         """
         length = min(length, self.length)
         if self._is_before_quantization(length):
@@ -328,10 +331,10 @@ class Target:
         return max((mark.length for mark in self._marks if mark.length <= length), default=0)
 
     def copied(self, length: int, room: int) -> list[Any]:
-        """mlx-lm's caches with a copy of the first positions.
+        """Copy the first positions into new caches of mlx-lm's classes.
 
         Args:
-            length: from :meth:`reach`, not 0; between generations, it may also be the whole length.
+            length: from :meth:`reach`, not 0. Between generations, it may also be the whole length.
             room: as for :func:`mlxspec.engine.caches.first_positions`.
         """
         held = (self._content_at(length, cache) for cache in self.cache)
@@ -352,14 +355,14 @@ class Target:
         return forked
 
     def _content_at(self, length: int, cache: Any) -> Any:
-        """A cache that ends at ``length`` or can be cut to it."""
+        """The cache, or a copy with its content at a mark, that can be cut to ``length``."""
         if isinstance(cache, CacheList):
             return CacheList(*(self._content_at(length, part) for part in cache.caches))
         marks = [mark for mark in self._marks if mark.length == length]
         return marks[-1].content_of(cache) if marks and not can_be_cut(cache, length) else cache
 
     def _forget_marks_behind(self) -> None:
-        """Forget marks beyond the current length, since other tokens will come there."""
+        """Forget marks beyond the current length, since other tokens will follow from there."""
         while self._marks and self._marks[-1].length > self.length:
             self._marks.pop()
 
@@ -370,9 +373,7 @@ class Target:
         self.length, self._unfinished = checkpoint.length, False
 
     def _quantize_if_due(self) -> None:
-        """Quantise the cache where mlx-lm does: after the first step that reaches
-        ``quantized_kv_start``.
-        """
+        """Quantise the cache when mlx-lm would: once it reaches ``quantized_kv_start``."""
         options = self.options
         if self._quantizes_later and self.length >= options.quantized_kv_start:
             quantized = self.cache.copy()
@@ -389,11 +390,11 @@ class Target:
 
     @property
     def max_depth(self) -> int:
-        """The greatest depth of the next draft, in tokens."""
+        """The greatest depth that the next draft may have."""
         if self.capability is Capability.PLAIN:
             return 0
         if self._quantizes_later:
-            # mlx-lm quantises the cache between two tokens, so no draft may span that point.
+            # mlx-lm quantises the cache between two tokens, so a draft must end before that point.
             return max(0, self.options.quantized_kv_start - 2 - self.length)
         return sys.maxsize
 
@@ -410,18 +411,19 @@ class Target:
     ) -> Generator[int, None, None]:
         """Put prompt tokens into the caches, one chunk per iteration.
 
-        The first prefill runs on mlx-lm's own caches; at its end, or when it is closed, trimmable
-        ones replace them. Whatever the chunks, caches are quantised where mlx-lm's chunks end.
+        The first prefill runs on mlx-lm's own caches. At its end, or when the generator is closed,
+        they are converted to caches that can be cut. Whatever the chunks, the caches are quantised
+        after the same number of tokens as in mlx-lm.
 
         Args:
             tokens: the prompt's tokens.
-            chunk: returns the size of the next chunk, to make it smaller than
+            chunk: returns the size of the next chunk, if it should be less than
                 ``options.prefill_step_size``.
-            as_mlx_lm: run mlx-lm's chunks, since other chunks would change the result. Then
-                ``chunk`` is not called, and the only mark is at the end.
+            as_mlx_lm: whether to run the same chunks as mlx-lm, because other chunks would change
+                the result. ``chunk`` is then not called, and the only mark is at the end.
 
         Yields:
-            the number of tokens processed: before each chunk, and at the end.
+            the number of tokens processed so far: before each chunk, and at the end.
         """
         places = self._marks_within(len(tokens), as_mlx_lm)
         step, start = self.options.prefill_step_size, 0
@@ -429,7 +431,7 @@ class Target:
         aligned = self._quantizes_later and due
         try:
             while start < len(tokens):
-                if start in places:  # before yielding, since others may then look for it
+                if start in places:  # before yielding: whoever iterates may look for the mark
                     self.mark()
                 yield start
                 size = step - (self.length - self.chunks_from) % step if aligned else step
@@ -440,7 +442,7 @@ class Target:
                 self._prefill_chunk(tokens[start:end], end == len(tokens))
                 start = end
             if not tokens and self.length > self.chunks_from:
-                self._quantize_if_due()  # a copied prefix was the whole prompt
+                self._quantize_if_due()  # a copied prefix covered the whole prompt
             if start in places:
                 self.mark()
         finally:
@@ -448,7 +450,12 @@ class Target:
         yield start
 
     def _prefill_chunk(self, tokens: Sequence[int], ends: bool = True) -> None:
-        """Run the next tokens of a prompt; ``ends`` says whether they are the last ones."""
+        """Run the next tokens of a prompt.
+
+        Args:
+            tokens: the tokens.
+            ends: whether they are the last ones.
+        """
         before, length = Snapshot(self._untrimmable), self.length + len(tokens)
         rows = mx.array(list(tokens))
         try:
@@ -469,11 +476,11 @@ class Target:
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
         """Run the rows of a tree, without waiting for the result.
 
-        The caches then hold all rows until :meth:`commit` says which of them stay.
+        The caches then hold all rows until :meth:`commit` keeps some of them.
 
         Args:
-            tokens: (rows,), the tree's tokens; an array, since a pipelined token is not yet known.
-            tree: says which rows each row follows.
+            tokens: the tree's tokens, (rows,); an array, since a pipelined token is not yet known.
+            tree: the tree, which has the order of the rows.
 
         Returns:
             lazy logits, (rows, vocabulary).
@@ -516,9 +523,9 @@ def target_for(
         OptionError: ``cache`` is given for a model that is split.
     """
     leader = getattr(model, "leader", None)
-    if leader and cache is not None:  # it would hold the keys and values of a whole model
+    if leader and cache is not None:  # the cache would belong to the whole model
         raise OptionError(
-            "a prompt cache cannot be split over several machines like the model: leave it out, "
+            "a prompt cache cannot be split over several machines as the model is: leave it out, "
             "or run without mlx.launch"
         )
     make = leader.target if leader else Target
@@ -529,7 +536,7 @@ def together(function: Callable[..., Result], model: nn.Module, *args: Any) -> R
     """Call a function that runs forwards of a model, on all machines that the model is split over.
 
     Args:
-        function: one of mlxspec's.
+        function: a function of mlxspec's.
         model: its first argument.
         args: its other arguments, as for :meth:`mlxspec.distributed.ranks.Leader.repeating`.
     """

@@ -1,4 +1,4 @@
-"""A thread that runs engines for asyncio tasks, and ``astream``, whose generations run in one."""
+"""A thread that runs engines for asyncio tasks, and ``astream``, which uses such a thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 
 
 class RequestStream:
-    """A queue from an :class:`EngineThread` to the asyncio task that creates it.
+    """A queue from an :class:`EngineThread` to the asyncio task that creates the queue.
 
     Attributes:
         loop: the task's event loop.
@@ -41,7 +41,7 @@ class RequestStream:
 
 
 class EngineThread:
-    """Runs engines, which take turns, in a thread of its own.
+    """A thread that runs engines, which take turns.
 
     Other threads communicate with it in only two ways: :meth:`call` puts a command into a queue,
     and after each turn the thread delivers sent items to the event loops that wait for them. The
@@ -52,7 +52,7 @@ class EngineThread:
         stall: as for an :class:`Engine`, but for all engines together.
 
     Attributes:
-        engines: the engines by any key; changed only in the thread.
+        engines: the engines, by keys of any kind; changed only in the thread.
         ending: the error for further commands, once the thread is ending or has failed.
     """
 
@@ -63,7 +63,7 @@ class EngineThread:
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._outbox: dict[tuple[RequestStream, Any], list[Any]] = {}
         self._lock = threading.Lock()
-        """Held while a command is queued, so that none comes after the end."""
+        """Held while a command is queued, so that none is queued after the end."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def call(self, function: Callable[..., _Result], *args: Any) -> Future[_Result]:
@@ -121,14 +121,14 @@ class EngineThread:
         try:
             while not self.ending:
                 self._obey()
-                # Without a model, since it applies to all.
+                # An empty module stands for all models, which share one limit.
                 with wired_limit(nn.Module(), [generation_stream]):
                     while self._turn() or not self._commands.empty():
                         if not self._commands.empty():
                             self._obey()
         finally:
             self.end(RuntimeError("the thread that runs the models has failed"))
-            self._obey()  # earlier commands
+            self._obey()  # the commands that were queued before
             for engine in [*self.engines.values()]:
                 engine.close(self.ending)
             self.deliver()
@@ -140,7 +140,7 @@ class EngineThread:
             self._commands.get()()
 
     def _turn(self) -> bool:
-        """Run a turn of each engine with requests; return whether any took part."""
+        """Run a turn of each engine that has requests; return whether any request took part."""
         if self.ending:
             return False
         engines = [engine for engine in self.engines.values() if engine.has_requests]
@@ -179,8 +179,8 @@ _AHEAD = 64  # responses that may wait to be consumed; each may hold a row of lo
 
 
 _thread = EngineThread("mlxspec astream")
-"""Runs the generations of all decoders. It is a single thread, since MLX compiles separately in
-each.
+"""Runs the generations of all decoders. There is only one, since MLX compiles functions for each
+thread separately.
 """
 
 

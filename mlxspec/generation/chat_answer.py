@@ -9,7 +9,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..engine.params import Constraint, Phase, Phases
 from ..errors import OptionError
 
-_AFTER_REASONING = r"[ \n]{1,4}"  # white space from templates, which parsers of answers drop
+_AFTER_REASONING = r"[ \n]{1,4}"  # white space that templates insert and parsers of answers drop
 
 
 def in_answer(
@@ -76,7 +76,7 @@ def leaves_reasoning_open(text: str, tokenizer: TokenizerWrapper) -> bool:
 
 
 def ends_in_reasoning(tokens: list[int], tokenizer: TokenizerWrapper) -> bool:
-    """Whether a prompt ends inside reasoning that it has begun, as with some chat templates."""
+    """Whether a prompt ends inside reasoning, which some chat templates begin."""
     if not tokenizer.has_thinking:
         return False
     text: str = tokenizer.decode(tokens[-16:])

@@ -53,7 +53,7 @@ class Decoder(LoadedModel):
             model.
         tokenizer: the tokenizer of a loaded model.
         drafter: a :class:`mlxspec.Drafter`, which serves one generation at a time, or a class or
-            function that makes one for each generation. None is plain decoding.
+            function that makes one for each generation. None means plain decoding.
         on_measuring: called with the fraction done, 0 to 1, while step times are measured for the
             first time.
 
@@ -136,7 +136,7 @@ class Decoder(LoadedModel):
 
         Args:
             prompt, max_tokens, options: as for :meth:`stream`.
-            color: colour accepted draft tokens and the model's own, at a terminal.
+            color: whether to colour accepted draft tokens and the model's own, at a terminal.
 
         Raises:
             PromptError, OptionError: as :meth:`decode`.
@@ -181,9 +181,9 @@ class Decoder(LoadedModel):
             session: keeps the KV cache for the conversation's next turn. Pass the whole
                 conversation as the prompt: the part that is in the cache does not run again.
             prompt_cache: mlx-lm's caches of the text before the prompt, from its
-                ``make_prompt_cache``. Once the generation has ended or is closed (leaving a
-                ``for`` loop closes it), they also hold the prompt and the output taken. Until
-                then, any use of them is an error.
+                ``make_prompt_cache``. Once the generation has ended or is closed (leaving a ``for``
+                loop closes it), they also hold the prompt, and the output up to the last response
+                taken. Until then, any use of them is an error.
             temp, top_p, seed, and all other fields of :class:`mlxspec.SamplingParams`: override
                 those of ``sampling``. A ``sampler`` without ``sampling`` or ``seed`` draws a seed
                 from MLX's random state, so repeated calls differ, as with mlx-lm.
@@ -218,7 +218,7 @@ class Decoder(LoadedModel):
 
         Args:
             responses: from :meth:`decode`, or from a decoder's ``stream``.
-            color: colour accepted draft tokens and the model's own, at a terminal.
+            color: whether to colour accepted draft tokens and the model's own, at a terminal.
         """
         printer = TokenPrinter(color=None if color else False)
         result = GenerationResult()
@@ -232,7 +232,8 @@ class Decoder(LoadedModel):
     def apart(self, memory_tokens: int) -> Self:
         """A decoder of the same model that remembers and learns separately from this one.
 
-        Neither drafts from the other's outputs or learns from them. Both share the cost of steps.
+        Neither drafts from the other's outputs or learns from them. Both use the same measured
+        costs of steps.
 
         Args:
             memory_tokens: how many tokens of outputs the new decoder remembers, in the process
@@ -276,8 +277,8 @@ class AutoDecoder(Decoder):
     The cost of steps is measured at first use, kept in the user's cache directory and corrected by
     every step. The decoder also learns from every output which drafts tend to be right. These
     statistics are kept in the same place, without any text, unless ``MLXSPEC_MEMORY=off``. Outputs
-    are remembered, and later outputs are drafted from them. They stay in the process unless you
-    pass a ``memory`` on disk.
+    are remembered, as texts to draft later outputs from. They stay in the process unless you pass a
+    ``memory`` on disk.
 
     Args:
         model, tokenizer, on_measuring: as for :class:`Decoder`.

@@ -1,6 +1,6 @@
-"""The kinds of drafting, as values that make the drafter of each generation.
+"""The kinds of drafting: objects that make a drafter for each generation.
 
-Importing this module does not import MLX, so the command line can check options without it.
+Importing this module does not import MLX, so the command line can check options quickly.
 """
 
 from __future__ import annotations
@@ -49,13 +49,11 @@ class Drafting:
         return self.maker()
 
     def apart(self, memory_tokens: int) -> Self:
-        """A copy with an empty memory of ``memory_tokens`` tokens instead of its memory, if it has
-        one.
-        """
+        """A copy with an empty memory of ``memory_tokens`` tokens; itself if it has no memory."""
         return self
 
     def model_to_run(self, model: nn.Module) -> nn.Module:
-        """The model to run instead of a decoder's, whose weights it shares."""
+        """The model that a decoder of ``model`` runs; both share their weights."""
         return model
 
 
@@ -157,7 +155,7 @@ class Auto(Drafting):
     def sources(
         self, classes: bytes, experience: Experience, extra: Drafter | None = None
     ) -> list[SuffixSource | DrafterSource]:
-        """What a generation drafts from, with a drafter of the user's own if given."""
+        """What a generation drafts from, including ``extra``, a drafter of the user's own."""
         look_ups = SuffixSource(
             classes, experience, memory=self.memory, store=self.store, prediction=self.prediction
         )
@@ -178,7 +176,8 @@ class Auto(Drafting):
         draft_model = extra if isinstance(extra, DraftModelDrafter) else None
         costs: Costs = decoder.costs.for_generation()
         if draft_model:
-            # Its forwards add to the steps' times, so these do not show the cost of rows.
+            # The draft model's forwards add to the steps' times, so these do not show the cost of
+            # rows.
             costs = FixedCosts(costs.curve, costs.sync_overhead)
         planner = Planner(
             costs,

@@ -1,14 +1,17 @@
-"""The engine, which runs requests, one or several at once."""
+"""The engine, which runs one request or several at once."""
 
 from __future__ import annotations
 
+import atexit
 import math
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property
+from traceback import walk_stack
 
 from mlx_lm.generate import generation_stream, wired_limit
 
@@ -16,12 +19,11 @@ from ..drafting.drafter import VerifiedStep
 from ..engine.joint import JointMode
 from ..engine.step import Batch, Sequence
 from ..errors import OptionError
-from ..process import hold_at_exit
 from .loaded import LoadedModel
 from .request import Request, State
 from .response import GenerationResponse
 
-# Prompt tokens. Smaller chunks barely shorten a stall, and larger ones are no faster.
+# Tokens of a prompt. Smaller chunks barely shorten a stall, and larger ones are no faster.
 _LEAST_CHUNK, _MOST_CHUNK = 16, 2048
 _CHANGE = 0.3  # weight of the newest chunk in the running average of the prefill's speed
 _LEAST_UNREAD = 16  # a paused request resumes once this few responses are unread
@@ -98,7 +100,7 @@ class Engine:
             self._end(request, error)
 
     def has_read(self, request: Request, count: int) -> None:
-        """Count ``count`` responses as read; resume a paused request when few are left unread."""
+        """Count ``count`` responses as read; resume a paused request once few are unread."""
         request.unread -= count
         if request.unread <= _LEAST_UNREAD and request.state is State.PAUSED:
             request.state = State.DECODE
@@ -211,6 +213,7 @@ class Engine:
         started = time.perf_counter()
         try:
             for done, total in request.prefill:
+                hold_at_exit()
                 request.on_progress(done, total)
                 if before < done < total:
                     break
@@ -252,7 +255,7 @@ class Engine:
             self._end(request, error)
             return
         if self._max_unread and request.unread >= self._max_unread:
-            request.state = State.PAUSED  # it takes part in no steps, and others may have its place
+            request.state = State.PAUSED  # it takes part in no steps, and another may become active
 
     def _end(
         self,
@@ -315,3 +318,57 @@ def responses(request: Request) -> Generator[GenerationResponse, None, None]:
             raise request.error
     # Everything is closed now, so the consumer may begin the session's next turn.
     yield received.pop()
+
+
+# --- the end of the process ---
+
+_PATIENCE = 10.0  # seconds; a step, or a chunk of a prompt, takes less
+_THREADS_END = 0.05  # seconds for a thread to end, or to return from its consumer
+
+_other_threads = False
+"""Whether a thread other than the main one has generated."""
+
+_ending: tuple[int, float] | None = None
+"""While the process ends: the thread that ends it, and the time until which other threads are
+blocked.
+"""
+
+
+def hold_at_exit() -> None:
+    """Block this thread if the process is ending; called before each step and chunk.
+
+    Up to Python 3.13, a finalizing interpreter stops every other thread that requests its lock. MLX
+    cannot be stopped like that: the process would be aborted ("terminate called without an active
+    exception"). A blocked thread does not request the lock.
+    """
+    global _other_threads
+    _other_threads |= threading.current_thread() is not threading.main_thread()
+    if _ending and _ending[0] != threading.get_ident():
+        # Not for ever: the ending program may join this thread.
+        threading.Event().wait(max(0.0, _ending[1] - time.monotonic()))
+
+
+@atexit.register  # after mlx_lm's handlers, so that it runs before them
+def hold_other_threads() -> None:
+    """Wait until no other thread generates; called when the process ends."""
+    global _ending
+    _ending = threading.get_ident(), time.monotonic() + _PATIENCE
+    while _others_generate() and time.monotonic() < _ending[1]:
+        time.sleep(0.001)
+    if _other_threads:
+        time.sleep(_THREADS_END)  # releases the interpreter's lock
+
+
+_ROOMS = "mlxspec.compat", "mlxspec.engine.", "mlxspec.generation."
+
+
+def _others_generate() -> bool:
+    """Whether another thread is in code that may run the model, and is not blocked."""
+    tops = sys._current_frames()
+    del tops[threading.get_ident()]
+    stacks = ([frame for frame, _ in walk_stack(top)] for top in tops.values())
+    return any(
+        any(frame.f_globals.get("__name__", "").startswith(_ROOMS) for frame in stack)
+        and all(frame.f_code is not hold_at_exit.__code__ for frame in stack)
+        for stack in stacks
+    )

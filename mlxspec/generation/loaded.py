@@ -57,19 +57,19 @@ class LoadedModel:
 
     @cached_property
     def capability(self) -> Capability:
-        """Which drafts the model can verify, found out by a few forwards."""
+        """Which drafts the model can verify, as a few forwards have shown."""
         capability, reason = examine(self.model)
         _log.info("what the model verifies: %s (%s)", capability.value, reason)
         return capability
 
     @cached_property
     def chain_capability(self) -> Capability:
-        """How the model can verify chains, found out by fewer forwards."""
+        """How the model can verify chains, which fewer forwards show."""
         return chain_capability(self.model)
 
     @cached_property
     def joint_mode(self) -> JointMode:
-        """How several sequences share one forward, found out by small forwards."""
+        """How several sequences share one forward, as small forwards have shown."""
         mode, _ = examine_joint(self.model, self.chain_capability)
         _log.info("how several sequences share forwards: %s", mode.value)
         return mode
@@ -84,7 +84,7 @@ class LoadedModel:
             length: the number of the prompt's positions, including those already in the caches.
             caches: mlx-lm's or a target's caches for the prompt.
         """
-        # A cache with such a window keeps the first positions, but mlx-lm's mask hides them from a
+        # Some windows keep the context's first positions, but mlx-lm's mask hides them from a
         # chunk's rows.
         bound = smallest_keeping_window(caches)
         if bound is not None and length > bound:

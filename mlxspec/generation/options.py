@@ -101,7 +101,7 @@ def prompt_ids(
 def stop_token_ids(
     extra: int | str | Collection[int | str], tokenizer: TokenizerWrapper, vocab_size: int
 ) -> set[int]:
-    """The tokenizer's end tokens and ``extra`` ones, as ids.
+    """The ids of the tokenizer's end tokens and of the ``extra`` ones.
 
     Args:
         extra: token ids, or texts that are a single token: as spelled in the vocabulary
@@ -130,7 +130,7 @@ def stop_token_ids(
 
 
 class DraftingParameters(TypedDict, total=False):
-    """The options of some kinds of decoders, whose classes describe them.
+    """Options that only some decoders have; their classes describe them.
 
     They are the fields of :class:`.drafting.Drafting`'s subclasses that each generation may set.
     """
@@ -148,7 +148,7 @@ class DraftingParameters(TypedDict, total=False):
 class GenerationOptions(DraftingParameters, total=False):
     """The options of every decoder's ``stream``; :meth:`mlxspec.Decoder.decode` describes them.
 
-    Use it to type your own functions that pass options on::
+    Use it to annotate your own functions that pass options on::
 
         def ask(question: str, **options: Unpack[GenerationOptions]) -> str: ...
     """

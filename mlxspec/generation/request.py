@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
@@ -21,7 +20,6 @@ from ..engine.prompt_cache import CacheLease
 from ..engine.sampling import Chooser
 from ..engine.target import Capability, Target, target_for
 from ..errors import OptionError
-from ..process import hold_at_exit, hold_other_threads
 from .loaded import LoadedModel
 from .options import (
     GenerationOptions,
@@ -56,11 +54,11 @@ class State(StrEnum):
 class OutputText:
     """Collects tokens as text segments, and finds the end of the output.
 
-    A stop string may begin and end inside tokens. Text that could be the beginning of one is held
-    back until that is decided, so no part of a stop string is ever shown.
+    A stop string may begin and end inside tokens. Text that could be the beginning of a stop string
+    is held back until that is decided, so no part of a stop string is ever shown.
 
     Args:
-        detokenizer: a new one, ready for the output's first token.
+        detokenizer: a new detokenizer, ready for the output's first token.
         stop_tokens: token ids that end the output; their own text is not part of it.
         stop_strings: strings that end the output and are not part of it.
         max_tokens: the output ends with this many tokens.
@@ -130,8 +128,8 @@ class OutputText:
 class Request:
     """One generation, from the queue to its last response.
 
-    :meth:`mlxspec.Decoder.new_request` makes it. It runs alone in :func:`.engine.responses`, or
-    with others in an :class:`.engine.Engine`.
+    :meth:`mlxspec.Decoder.new_request` makes requests. A request runs alone in
+    :func:`.engine.responses`, or with others in an :class:`.engine.Engine`.
 
     Args:
         decoder: the model and its tokenizer.
@@ -161,7 +159,7 @@ class Request:
         n_cached: how many of the prompt's tokens were in a cache.
         prefilled: how many of the prompt's tokens have run or were in a cache.
         unread: how many responses the consumer has not read yet, if an engine counts them.
-        output: set by :meth:`start`.
+        output: the output's text, set by :meth:`start`.
         sequence: the decoding state, set from :meth:`start` to :meth:`close`.
         prefill: the remaining chunks of the prompt, once the first has run.
     """
@@ -280,19 +278,18 @@ class Request:
         """Record how many of the prompt's tokens have run; the last call marks the prefill's
         end.
         """
-        hold_at_exit()
         self.prefilled = self.n_cached + done
         self._prefill_ended = time.perf_counter()
         if self.report_progress:
             self.report_progress(done, total)
 
     def on_step(self, step: VerifiedStep, seconds: float, cost: float) -> None:
-        """Called by an engine after each step, before the step's responses.
+        """Record a step; an engine calls this after each step, before the step's responses.
 
         Args:
             step: this request's part of the step.
             seconds: the wall time of the whole step.
-            cost: the step's time in steps without drafts; NaN if unknown.
+            cost: the step's time in plain steps; NaN if unknown.
         """
         self.decoder.step_times.record(step.rows, step.seconds, step.pipelined)
         stats = self.stats
@@ -364,7 +361,3 @@ class Request:
                 )
             # A finished request must not keep caches and index alive.
             self.lease = self.sequence = self.prefill = None
-
-
-# At this place, so that it runs before the handlers of the modules that are imported above.
-atexit.register(hold_other_threads)

@@ -30,8 +30,8 @@ class SpeculationStats:
         drafted: draft tokens proposed.
         accepted: draft tokens accepted and emitted.
         emitted: tokens emitted, including bonus tokens.
-        cost: the time of the steps according to the measured costs of rows, in steps without
-            drafts, so that other load on the machine does not count; NaN if a cost is unknown.
+        cost: the time of the steps according to the measured costs of rows, in units of a step
+            without a draft. Other load on the machine does not change it. NaN if a cost is unknown.
     """
 
     steps: int = 0
@@ -39,15 +39,15 @@ class SpeculationStats:
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
-    cost: float = field(default=0.0, compare=False)  # it depends on clocks
+    cost: float = field(default=0.0, compare=False)  # its value depends on clocks
 
     def __add__(self, other: SpeculationStats) -> SpeculationStats:
-        """The sums of both."""
+        """The sum of each figure."""
         return SpeculationStats(*map(operator.add, vars(self).values(), vars(other).values()))
 
     @property
     def tokens_per_step(self) -> float:
-        """Emitted tokens per target forward, 1 for plain decoding (the papers' MAT)."""
+        """Emitted tokens per target forward, which papers call MAT; 1 for plain decoding."""
         return self.emitted / self.steps if self.steps else 0.0
 
     @property
@@ -137,14 +137,14 @@ class GenerationResult:
     Attributes:
         text: the generated text, without the stop string or stop token that ended it.
         tokens: the generated token ids, including the stop token.
-        from_draft: for each token, whether it was an accepted draft token or the target's own.
+        from_draft: for each token, whether it was an accepted draft token.
         finish_reason: "stop", "length", or "interrupted".
         prompt_tokens: tokens in the prompt.
         prompt_tps: prompt tokens per second.
         generation_tps: generated tokens per second.
         peak_memory: in GB.
         stats: figures of speculation.
-        step_times: T(rows), measured on this decoder's steps so far.
+        step_times: the times of steps by rows, T(rows), measured on this decoder's steps so far.
         logprobs: the log-probabilities of each token, if requested.
         reused_tokens: prompt tokens that were already in a session's cache.
         segments: for each token, the text that came with it; joined, they are the text.

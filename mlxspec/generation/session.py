@@ -35,8 +35,8 @@ from ..engine.target import Capability, Target, target_for
 from ..errors import FileError, OptionError
 
 MARKS = 2
-"""How many prefills a cache that cannot be cut can be rewound to; each takes a copy of its
-state.
+"""A cache that cannot be cut can be rewound to the ends of this many prefills; each end takes a
+copy of the cache's state.
 """
 
 _TRIMMABLE = {Capability.TREE, Capability.CHAIN}
@@ -64,9 +64,10 @@ class Session:
     document cached by ``mlxspec cache-prompt``.
 
     As with mlx-lm, the contents of a quantised cache depend on the conversation's turns: a single
-    prefill would start to quantise at another position. Turns also matter for models whose prompts
-    depend on their chunks, as ``mlxspec inspect`` shows. With ``max_kv_size``, they matter because
-    the rows of a later turn see the first positions, which the cache keeps but mlx-lm's mask hides.
+    prefill would start to quantise at another position. Turns also matter for models whose results
+    depend on the chunks of the prompt, as ``mlxspec inspect`` shows. With ``max_kv_size``, they
+    matter because the rows of a later turn see the first positions, which the cache keeps but
+    mlx-lm's mask hides.
 
     Args:
         cache: mlx-lm's caches to begin with, from :func:`mlxspec.load_prompt_cache`; the session
@@ -109,9 +110,8 @@ class Session:
     def reach(self, length: int) -> int:
         """How many of the first ``length`` tokens another session can begin with.
 
-        While the session is in use, only those of the prompt's tokens that have run count, and this
-        may be called only in the generation's thread, between two steps or two chunks of the
-        prompt.
+        While the session is in use, only the prompt's tokens that have run count. Then, this may be
+        called only in the generation's thread, between two steps or two chunks of the prompt.
         """
         if self._lent:
             target, prompt = self._lent
@@ -184,7 +184,7 @@ class Session:
             self._in_use.release()
 
     def _begin_use(self) -> None:
-        """Refuse any other use of the session, in this thread or another."""
+        """Reserve the session, so that any other use of it raises an error."""
         if not self._in_use.acquire(blocking=False):
             raise OptionError("session is generating: close that generation before the next one")
 
@@ -222,8 +222,9 @@ class Session:
     def _target_for(
         self, prompt: Sequence[int], model: nn.Module, capability: Capability, options: CacheOptions
     ) -> Target:
-        """Take the target out of the session, so that after a failed turn the next starts from
-        nothing.
+        """Take the target out of the session, or make a new one.
+
+        If this turn fails, the session is empty, and its next turn starts from nothing.
         """
         if self._given:
             check_fits(self._given, model, "the session's cache")

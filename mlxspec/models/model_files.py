@@ -68,7 +68,7 @@ def local_path(name: str | os.PathLike[str]) -> Path:
 def absolute_name(name: str) -> str:
     """A model's name in a form that is valid from every directory: existing paths are absolute."""
     path = local_path(name)
-    return os.path.abspath(path) if name != DEMO and path.exists() else name
+    return os.path.abspath(path) if name != DEMO and os.path.exists(path) else name
 
 
 def given_name(name: str | os.PathLike[str]) -> str:

@@ -1,8 +1,8 @@
-"""Turns a model's text into an answer in the form of any API, sent whole or in chunks.
+"""Turns a model's output into the answer of an API, sent whole or as a stream of chunks.
 
 mlx-lm knows each model family's markers (``TextStateMachine``) and how to parse its tool calls
-(``tool_parsers``). Only :class:`OutputParser` uses them. A :class:`Choice` collects the parsed
-parts: text, reasoning and tool calls. Each API renders these parts.
+(``tool_parsers``). Only :class:`OutputParser` uses these parts of mlx-lm. A :class:`Choice`
+collects the parsed parts: text, reasoning and tool calls. Each API renders these parts.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ class OutputFormat:
     Attributes:
         tokenizer: the model's tokenizer, which knows the markers.
         tools: the tools offered to the model. Without any, calls are plain text.
-        initial: the state in which the output begins: "normal", "reasoning", "tool", or one
-            specific to the model.
+        initial: the state in which the output begins: "normal", "reasoning", "tool", or a state
+            that only this model has.
         several_calls: whether an answer may have more than one call.
-        trims_space: whether the output begins with a space that the tokenizer added.
+        trims_space: whether the tokenizer adds a space at the beginning of the output, which is
+            dropped.
     """
 
     tokenizer: TokenizerWrapper
@@ -56,7 +57,9 @@ _HEADERS = {
     ),
     "mistral": re.compile(r"\s*(?:\[TOOL_CALLS\]\s*)?([\w-]+)\s*\[ARGS\]\s*(?=\{)"),
 }
-"""The call formats whose arguments are streamed, by the name of mlx-lm's parser."""
+"""By the name of mlx-lm's parser: the text before a call's arguments, which are then streamed.
+Calls in other formats are sent whole.
+"""
 
 
 def parser_name(tokenizer: TokenizerWrapper) -> str:
@@ -69,16 +72,16 @@ def parser_name(tokenizer: TokenizerWrapper) -> str:
 
 @dataclass
 class Part:
-    """Text, reasoning or a tool call, or the next piece of one.
+    """A part of an answer (text, reasoning or a tool call), or the next piece of such a part.
 
     Attributes:
-        kind: "text", "reasoning", "call" for a tool call or its beginning, or "arguments" for more
-            of the call's arguments, as JSON text.
-        text: the text, or a call's arguments.
+        kind: "text", "reasoning", "call" (a tool call or its beginning) or "arguments" (the next
+            piece of a call's arguments).
+        text: the text, or a call's arguments as JSON.
         index: the call's index in the answer.
         id: the id under which the client returns the call's result.
         name: the called function's name.
-        pieces: the tokens of an answer's part.
+        pieces: the part's tokens.
     """
 
     kind: str
@@ -97,7 +100,7 @@ class OutputParser:
 
     Attributes:
         n_calls: how many calls have begun.
-        finished: whether the answer has its one allowed call. Later text is dropped.
+        finished: whether the only call that the answer may have is complete. Later text is dropped.
     """
 
     def __init__(self, format: OutputFormat) -> None:
@@ -115,7 +118,7 @@ class OutputParser:
         self._call = ""  # the text since the last call marker
         self._marker = ""  # that marker, unless it is in the prompt
         self._sent = 0  # how many of the call's characters were sent
-        self._object: int | None = None  # where the arguments being sent begin
+        self._object: int | None = None  # where the arguments that are being sent begin
 
     @property
     def reasoning(self) -> bool:
@@ -136,7 +139,7 @@ class OutputParser:
         return deltas
 
     def finish(self, cut: bool = False) -> list[Part]:
-        """Parse the text that was held back, at the end of the output.
+        """At the end of the output, parse the text that was held back.
 
         Args:
             cut: whether something other than the model ended the output. An unfinished call is then
@@ -152,7 +155,7 @@ class OutputParser:
         return deltas
 
     def _enter(self, state: str) -> list[Part]:
-        """Change to the state that a marker leads to."""
+        """Enter the state that a marker begins; return the calls that it completes."""
         ends = self._state == "tool"
         deltas = self._end_call(self._tokenizer.tool_call_end) if ends else []
         self._state, self._gap, self._after_marker = state, "", True
@@ -167,7 +170,7 @@ class OutputParser:
         if self._state == "tool":
             return self._add_to_call(text)
         if self._state not in ("normal", "reasoning"):
-            return []  # a header between messages
+            return []  # the text of a header between messages
         if self._after_marker:
             text = text.lstrip()
         text = self._gap + text
@@ -184,7 +187,7 @@ class OutputParser:
     # --- calls ---
 
     def _add_to_call(self, text: str) -> list[Part]:
-        """Add to a call's text; return calls and arguments that can be sent before it ends."""
+        """Add text to a call; return the parts that can be sent before the call ends."""
         self._call += text
         deltas: list[Part] = []
         while self._header and not self.finished:
@@ -211,7 +214,7 @@ class OutputParser:
         return Part("call", index=self.n_calls - 1, id=call_id, name=name)
 
     def _end_call(self, marker: str, cut: bool = False) -> list[Part]:
-        """Parse calls that could not be sent before; anything that is not a call becomes text."""
+        """Parse calls whose arguments were not streamed; if they are invalid, they become text."""
         format = self._format
         if self.finished or self._sent:
             return []
@@ -236,14 +239,14 @@ _STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[{}\[\]]', re.DOTALL)
 
 
 def _object_end(text: str, start: int, known: int) -> int | None:
-    """Where the JSON object that begins at ``start`` ends; None if it is incomplete.
+    """The position after the JSON object that begins at ``start``; None if it is incomplete.
 
-    It is known to be incomplete in the first ``known`` characters.
+    The first ``known`` characters are known not to complete it.
     """
     if "}" not in text[known:]:
         return None
     depth = 0
-    for found in _STRING_OR_BRACKET.finditer(text, start):  # models do not always write valid JSON
+    for found in _STRING_OR_BRACKET.finditer(text, start):  # models may write invalid JSON
         if found[0] in "{[":
             depth += 1
         elif found[0] in "}]":
@@ -276,8 +279,8 @@ class TextRun:
         position: the part's position in the answer.
         begins: whether the part begins with this run.
         ends: whether the part ends with this run.
-        drafts: lists of a text and whether it comes from accepted drafts; the texts join to the
-            run's.
+        drafts: pairs, as lists: a text, and whether it comes from accepted drafts. Joined, the
+            texts are the run's text.
         pieces: the run's tokens, and earlier tokens that added no text; without reasoning tokens.
     """
 
@@ -295,7 +298,7 @@ class TextRun:
 
 
 class Choice:
-    """A choice of an answer: its parts and token counts so far.
+    """A choice, one of the ``n`` outputs for a prompt: its parts and token counts so far.
 
     Args:
         index: the choice's index.
@@ -328,11 +331,11 @@ class Choice:
 
     @property
     def pieces(self) -> list[Piece]:
-        """The tokens of the text."""
+        """The tokens of all text parts."""
         return [piece for part in self.parts if part.kind == "text" for piece in part.pieces]
 
     def read(self, pieces: Sequence[Piece], end: Ended | None) -> list[TextRun]:
-        """Read tokens, and the end if it has come; return the runs that they add."""
+        """Read new tokens, and the choice's end if it has come; return the runs that they add."""
         parser = self._parser
         self._runs = []
         for piece in pieces:
@@ -389,8 +392,8 @@ class Choice:
 class ApiAnswer(ABC):
     """An answer in the form of an API.
 
-    It takes the events of its choices in any order, and returns the chunks that a stream sends for
-    them. When all choices have ended, it can be sent whole.
+    It takes the events of its choices, interleaved in any way, and returns the chunks that a stream
+    sends for them. When all choices have ended, it can also be sent whole.
 
     Args:
         choices: the choices of all prompts.
@@ -454,7 +457,7 @@ class ApiAnswer(ABC):
         return ": still working\n\n"
 
     def failed(self, error: ApiError) -> dict[str, Any]:
-        """The chunk for an error after the response has begun."""
+        """The chunk that reports an error after the response has begun."""
         return error.body
 
 
@@ -462,14 +465,14 @@ class ApiAnswer(ABC):
 
 _log = logging.getLogger("mlxspec.server")
 
-_LOOKING = 0.1  # seconds between checks whether the client of a whole answer has disconnected
+_LOOKING = 0.1  # seconds between checks that a client without a stream is still connected
 FAILED = ApiError("internal server error: see the server's log", status=500)
 
 
 async def answered(
     request: Request, stream: EventStream, answer: ApiAnswer, streamed: bool, keep_alive: float
 ) -> Response:
-    """The response to a request.
+    """The response that sends an answer, as a stream or as a whole.
 
     If the client disconnects, the generations end.
 
@@ -499,7 +502,7 @@ async def answered(
 
 
 def framed(chunk: dict[str, Any]) -> str:
-    """A chunk as a server-sent event; its name is the chunk's type, if it has one."""
+    """A chunk as a server-sent event, whose name is the chunk's type, if it has one."""
     event = f"event: {chunk['type']}\n" if "type" in chunk else ""
     return f"{event}data: {json.dumps(chunk)}\n\n"
 
@@ -507,7 +510,7 @@ def framed(chunk: dict[str, Any]) -> str:
 async def _server_sent_events(
     stream: EventStream, answer: ApiAnswer, keep_alive: float
 ) -> AsyncIterator[str]:
-    """The chunks of an answer as they are generated; an error replaces the rest."""
+    """Yield an answer's chunks as they are generated. An error replaces the rest of them."""
     yield "".join(map(framed, answer.begin()))
     try:
         async with aclosing(stream.events(keep_alive)) as happening:

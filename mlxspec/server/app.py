@@ -65,14 +65,14 @@ def create_app(
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         hosts, keys: as for :class:`mlxspec.server.auth.AuthMiddleware`.
         on_refusal: called with the path and the error of each refused request.
-        strict_model_names: whether an unknown model name is an error even if only one model is
-            served.
+        strict_model_names: whether an unknown model name is always an error; see
+            :meth:`.Catalog.named`.
         keep_alive: seconds without data after which a stream sends a keep-alive.
     """
 
     async def refused(request: Request, error: Exception) -> Response:
         refusal = error if isinstance(error, ApiError) else _wrong_path(request, error)
-        # Once generations have begun, the log records their end.
+        # Requests whose generations have begun are logged when these end.
         if not getattr(request.state, "answered", False):
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
@@ -108,8 +108,8 @@ async def _server_error(request: Request, error: Exception) -> Response:
 
 # --- the three APIs ---
 
-_SLOW = 4  # the most large bodies and constraints in work at the same time
-_LARGE = 1 << 20  # bytes of a large body, which may take a second and 100 MB
+_SLOW = 4  # the most large bodies and constraints that are processed at the same time
+_LARGE = 1 << 20  # a body of more bytes is large: parsing it may take a second and 100 MB
 
 _Result = TypeVar("_Result")
 _Chat = TypeVar("_Chat", bound=ApiBody)
@@ -190,7 +190,7 @@ class Endpoints:
         return JSONResponse(self._entry(await self.catalog.named(request.path_params["name"])))
 
     def _entry(self, entry: Entry) -> dict[str, Any]:
-        """A model, with its context length under the two names that clients use."""
+        """A model as JSON, with its context length under both names that clients use."""
         fields = {"id": entry.name, "object": "model", "created": self._created}
         fields |= {"owned_by": "mlxspec", "state": entry.state}
         if (length := entry.context_length) is None:
@@ -247,16 +247,16 @@ class Endpoints:
         return partial(parse_responses, store=self._responses, partition=request.state.partition)
 
     def _kept(self, request: Request) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """The stored response that the path names, and the items before it.
+        """The stored response that the path names, and the items before that response.
 
         Raises:
-            ApiError: 404, it does not exist.
+            ApiError: 404, the response does not exist.
         """
         response_id = request.path_params["id"]
         found = self._responses.response(request.state.partition, response_id)
         if found is None:
             raise ApiError(
-                f"the response {shown(response_id)} is not stored, or no longer: create it again",
+                f"the response {shown(response_id)} is not stored (any longer): create it again",
                 status=404,
                 param="response_id",
             )
@@ -334,13 +334,13 @@ class Endpoints:
         prompts: Sequence[Prompt],
         answer: ApiAnswer,
     ) -> Response:
-        """Queue ``n`` generations of each prompt, and answer with their results.
+        """Queue ``n`` generations for each prompt, and answer with their results.
 
         Raises:
             ApiError: an option is out of range, a prompt is too long, the queue is full, or a
                 generation failed before anything was sent.
         """
-        self._worker.check_queue(served, len(prompts) * body.n)  # before they are made
+        self._worker.check_queue(served, len(prompts) * body.n)  # before any request is made
         prediction: Sequence[int] = ()
         if text := body.prediction.content:  # a hint, which not all kinds of drafting use
             expected = await self._ids(served, text, "prediction")
@@ -396,7 +396,7 @@ class Endpoints:
             raise ApiError(str(error)) from error
 
     async def _grammar(self, served: ServedModel, body: ApiBody, prompt: Prompt) -> Grammar | None:
-        """The compiled constraint of an answer; None without one."""
+        """The compiled constraint of an answer; None if it has none."""
         if prompt.constraint is None:
             return None
         vocabulary, decoder = None, served.decoder
@@ -407,7 +407,7 @@ class Endpoints:
                 return await run_in_threadpool(Grammar, prompt.constraint, vocabulary)
         except OptionError as error:
             if vocabulary is None and not body.constraint and not body.forced_tool:
-                return None  # without it, strict tools are not enforced
+                return None  # tools work without it, though their schemas are not enforced
             param = body.constrained_by or "tools"
             raise ApiError(f"{param}: {error}.", param=param) from error
 
@@ -449,7 +449,7 @@ def _status_routes(catalog: Catalog) -> list[Route]:
     return [Route(f"/{name}", endpoint) for name, endpoint in named.items()]
 
 
-_WIDEST = 32  # rows; the end of the cost curve that is shown
+_WIDEST = 32  # the most rows in the cost curve that the status page shows
 _CACHE_FIGURES = ("entries", "hits", "misses", "forks", "evictions")
 
 
@@ -487,7 +487,7 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
 
 
 def _curve(served: ServedModel) -> list[list[float]] | None:
-    """Pairs of a number of rows and T(rows)/T(1); None if not measured."""
+    """Pairs of a number of rows and T(rows)/T(1); None if the decoder measures no costs."""
     if not served.decoder.drafting.plans:
         return None
     curve = served.decoder.costs.curve

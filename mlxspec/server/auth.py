@@ -1,8 +1,8 @@
 """Access control: the checks before any endpoint runs.
 
 A web page can make the user's browser send requests to a server on loopback. Two checks keep such
-pages out: the Host header must name this server (against DNS rebinding), and an Origin header must
-be this server's own. The server sends no CORS headers.
+pages out: the Host header must name this server (against DNS rebinding), and an Origin header, if
+there is one, must name it too. The server sends no CORS headers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_BYTES = 32 * 2**20
 """The most bytes of a request's body."""
 
 _OPEN = ("/", "/health", "/ready")
-"""Paths that need no key: the page, which contains no data, and the health checks."""
+"""Paths that need no key: the status page, which contains no data, and the health checks."""
 
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:]*)(?::[0-9]*)?")
 
@@ -47,7 +47,7 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     def _checked(self, scope: Scope) -> str:
-        """Check a request, and return its key, or "" if it needs none.
+        """Check a request; return its key, or "" if it needs none.
 
         Raises:
             ApiError: 401 or 403, the request is refused.
@@ -113,6 +113,6 @@ async def body_of(request: Request) -> bytes:
             if length > MOST_BYTES:
                 raise too_long
             parts.append(part)
-    except ClientDisconnect:  # nobody reads the answer
+    except ClientDisconnect:  # nobody reads this error
         raise ApiError("the client disconnected before the end of the body", status=499) from None
     return b"".join(parts)

@@ -3,8 +3,8 @@
 Python's JSON parser has no limits, so :func:`read_json` first counts the values, without creating
 any. For 300,000 values, counting and parsing take 0.1 s.
 
-In a body, ``null`` means an absent field. A number such as 5.0 is accepted as the integer 5, since
-some languages write integers that way.
+In a body, a field that is ``null`` counts as absent. A number such as 5.0 is accepted as the
+integer 5, since some languages write integers that way.
 """
 
 from __future__ import annotations
@@ -214,18 +214,18 @@ StringOr = Annotated[
     Annotated[_String, Tag("[string]")] | Annotated[_T, Tag("[other]")],
     Discriminator(lambda value: "[string]" if isinstance(value, str) else "[other]"),
 ]
-"""A string of the first type, or a value of the second that is not a string. An error names only
-the type that was sent.
+"""A string of the first type, or any other value, of the second type. An error about a string
+mentions only the first type, and an error about another value only the second.
 """
 
 
 class Body(BaseModel):
-    """An object in a request's body. Unknown fields are ignored, and ``null`` means absent."""
+    """An object in a request's body. Unknown fields are ignored, and ``null`` counts as absent."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
 
     needed: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Fields that are required for a type or role, besides those without a default."""
+    """By type or role: the fields that it requires, besides those without a default."""
 
     unsupported: ClassVar[Sequence[str]] = ()
     """The names of the lists in ``unsupported.yaml`` that apply to this body."""

@@ -1,7 +1,7 @@
 """The models that requests may name: those that are loaded, and those that load on demand.
 
-Everything here runs in the event loop, except slow work: one thread loads and unloads models, one
-at a time. Only the worker's thread runs a model, even for its first steps.
+Everything here runs in the event loop, except that a separate thread loads and unloads models, one
+at a time. Only the worker's thread runs models, even for their first steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KEEP_ALIVE = 600.0
 
 _NAMED = 5  # the most models that an error names
 _CHECK = 1.0  # seconds between checks for models that have been idle too long
-_LOOK = 5.0  # seconds after a scan of the disk for models during which there is no other
+_LOOK = 5.0  # the least seconds between two scans of the disk for models
 
 
 @dataclass(eq=False)
@@ -50,7 +50,7 @@ class Entry:
             loaded, even when another model needs the room.
         served: the loaded model; None while it is not loaded.
         state: "loaded", "loading", "unloading" or "not-loaded".
-        read: the bytes of weights that have been read.
+        read: the bytes of weights that have been read so far.
         used: when it was last used, by the catalog's clock.
     """
 
@@ -67,7 +67,7 @@ class Entry:
     users: int = 0
     """The number of requests that use the loaded model."""
     waiting: int = 0
-    """The number of requests that wait for it."""
+    """The number of requests that wait for the model to load."""
     loading: asyncio.Task[ApiError | None] | None = field(default=None, repr=False)
 
     @property
@@ -76,7 +76,7 @@ class Entry:
         return self.state == "loaded" and not self.users + self.waiting
 
     def figures(self, now: float) -> dict[str, Any]:
-        """Its state, as JSON."""
+        """The model's state, as JSON."""
         return {
             "name": self.name,
             "state": self.state,
@@ -92,7 +92,8 @@ class Catalog:
 
     A request loads its model if necessary. If there is no room, models that no request uses are
     unloaded, the least recently used first. If all are in use, the least recently used model takes
-    no more requests until it has been unloaded; requests that wait for it then load it again.
+    no more requests, and is unloaded when those that use it have ended. Requests that name it
+    meanwhile wait, and then load it again.
 
     Attributes:
         worker: runs the models.
@@ -125,7 +126,7 @@ class Catalog:
         self._moving = asyncio.Lock()
         """Held while a model is loaded or unloaded."""
         self._left = asyncio.Event()
-        """Set when a request no longer uses its model."""
+        """Set when a request stops using its model, or waiting for it."""
         self._ending = False
         self._add(self.find())
 
@@ -154,7 +155,7 @@ class Catalog:
         """Find models that were added on disk, and forget those that were removed."""
         if self.clock() - self._looked >= _LOOK:
             self._looked = self.clock()
-            # The start has reported lasting errors; files may also vanish during the scan.
+            # The start has reported lasting errors; others come from files that vanish meanwhile.
             with suppress(MlxspecError, OSError):
                 self._add(await asyncio.to_thread(self.find))
 
@@ -173,10 +174,10 @@ class Catalog:
         """The model for requests with this name.
 
         Requests without a name get the default model. Unless ``strict``, so do unknown names that
-        begin with "claude-", and if there is only one model, all unknown names.
+        begin with "claude-", or all unknown names if there is only one model.
 
         Raises:
-            ApiError: 404, it does not exist; 400, several have this name.
+            ApiError: 404, no model has this name; 400, several do.
         """
         found = self._known(name)
         if not found:
@@ -233,7 +234,7 @@ class Catalog:
                     raise failure
         finally:
             entry.waiting -= 1
-            self._left.set()  # a load may wait for this request, even if it was cancelled
+            self._left.set()  # a load may wait for this, even if the request was cancelled
         entry.users += 1
         uses.callback(self._leave, entry)
         return entry.served
@@ -245,7 +246,7 @@ class Catalog:
 
     @asynccontextmanager
     async def watching(self, app: object) -> AsyncIterator[None]:
-        """Unload idle models and make room, while an ASGI application runs."""
+        """While an ASGI application runs, unload idle models, and make room for other programs."""
         task = asyncio.create_task(self._watch())
         yield
         task.cancel()
@@ -264,7 +265,7 @@ class Catalog:
                 if entry.is_idle and self.clock() - entry.used >= seconds:
                     await self._unload(entry, f"idle for {seconds:g} s")
 
-    # --- coming and going ---
+    # --- loading and unloading ---
 
     async def _load(self, entry: Entry) -> ApiError | None:
         """Load a model; if that fails, return the error for the requests that wait for it."""
@@ -299,10 +300,10 @@ class Catalog:
         return ApiError(line, status=status, param="model", code=code)
 
     async def _make_room(self, entry: Entry) -> None:
-        """Unload other models until a model fits.
+        """Unload other models until this one fits.
 
         Raises:
-            ApiError: 413, it would not fit even then.
+            ApiError: 413, it would not fit even if all models that may be unloaded were.
         """
         memory = self.worker.memory
         while True:
@@ -329,7 +330,10 @@ class Catalog:
                 await self._left.wait()
 
     async def make_room_for(self, need: Need) -> None:
-        """Unload idle models, the least recently used first, until a request would fit."""
+        """Unload idle models, the least recently used first, until a request would fit.
+
+        If it would not fit even without all of them, none is unloaded.
+        """
         fits = self.worker.memory.ever_fits
         if fits(need) or self._moving.locked():  # a load in progress may wait for this request
             return
@@ -353,8 +357,10 @@ class Catalog:
     # --- in the worker's thread ---
 
     def _reserves(self, entry: Entry) -> bool:
-        """Reserve memory for a model's weights, if they fit and running requests keep their
-        room.
+        """Reserve memory for a model's weights, if every request will still fit beside them.
+
+        Returns:
+            whether the memory was reserved.
         """
         memory = self.worker.memory
         needs = (one.need for one in self.worker.requests.copy())
@@ -363,7 +369,7 @@ class Catalog:
             memory.reserve(entry.name, Need(entry.nbytes))
         return fits
 
-    # --- in the thread ---
+    # --- in the thread that loads and unloads ---
 
     async def _in_thread(self, function: Callable[[Entry], object], entry: Entry) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, function, entry)
@@ -384,7 +390,7 @@ class Catalog:
         entry.used = self.clock()
         entry.served, entry.state = served, "loaded"
         if gc.get_freeze_count():
-            gc.freeze()  # as at the start of the server
+            gc.freeze()  # as the server does at its start
 
     def _give_up(self, entry: Entry) -> None:
         """Free the memory of a model that could not be loaded."""
@@ -398,7 +404,7 @@ class Catalog:
         try:
             self.worker.call(self.worker.leave, entry.served).result()
             self.save(entry)
-        except Exception as error:  # a load may wait for the room, which is free in any case
+        except Exception as error:  # even so, the room is free, and a load may wait for it
             if not self._ending:
                 _log.error("the model %s could not be closed", entry.name, exc_info=error)
         entry.served = None
@@ -424,8 +430,8 @@ def _free() -> None:
 def keeping_models(app: ASGIApp) -> ASGIApp:
     """ASGI middleware: a request's models stay loaded until its response has been sent.
 
-    The request's state has the exit stack for :meth:`Catalog.use`, and for anything else to end
-    with the request.
+    The request's state holds an exit stack, ``uses``, for :meth:`Catalog.use` and for whatever else
+    ends with the request.
     """
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:

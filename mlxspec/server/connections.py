@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _MOST = 1024  # connections; further requests get 503
-_FILES = 2 * _MOST  # that the process may open, if the system lets it raise the limit
+_FILES = 2 * _MOST  # open files of the process, if the system lets it raise its limit
 _LAST = 1.0  # seconds for requests to notice that their connections were closed
 _LOOK = 1  # seconds between checks for silent clients
 
@@ -26,8 +26,8 @@ class HttpServer(uvicorn.Server):
 
     Args:
         app: the application.
-        grace: seconds for running requests to end after the first signal. A second signal ends
-            them.
+        grace: seconds for running requests to end after the first signal. A second signal ends them
+            at once.
         patience: seconds after which a client is disconnected if it neither reads its answer nor
             sends the rest of its request.
         on_exit: called at the first signal.
@@ -51,7 +51,7 @@ class HttpServer(uvicorn.Server):
             limit_concurrency=_MOST,
             callback_notify=self._leave_silent,
             timeout_notify=_LOOK,
-            # Some requests wait for a thread, and do not notice that the client has disconnected.
+            # A request that waits for a thread does not notice that its client has disconnected.
             timeout_graceful_shutdown=math.ceil(grace + _LAST),
         )
         super().__init__(config)
@@ -88,7 +88,7 @@ class HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: Any = None) -> None:
         closing = asyncio.create_task(self._close())
         await super().shutdown(sockets)
-        if self.force_exit:  # uvicorn then skips this, and the lifespan would end in a traceback
+        if self.force_exit:  # uvicorn then skips this; the lifespan would end in a traceback
             await self.lifespan.shutdown()
         await closing
 
@@ -104,5 +104,5 @@ class HttpServer(uvicorn.Server):
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
-    """Filter the log: leave out the tracebacks of cancelled requests."""
+    """Whether to log a record; the tracebacks of cancelled requests are left out."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))

@@ -15,24 +15,24 @@ from .body import ApiError
 from .requests import ApiBody
 from .served_model import Need, ServedModel
 
-_RESERVE = 0.1  # share of the memory that weights leave, for slots and freed buffers
+_RESERVE = 0.1  # share of the memory beside the weights, for joint steps and freed buffers
 _FAR = 1 << 20  # tokens; longer than any window
-_CACHE_SHARE = 0.5  # share of the room for idle entries of the prefix caches
+_CACHE_SHARE = 0.5  # share of the room that idle entries of the prefix caches may take
 _LOOK = 1.0  # seconds between checks of the system's memory
 
 
 class ServerMemory:
     """The memory of a server, which all its models share.
 
-    Weights and the memories of earlier answers come first. The rest is the :attr:`room`. It holds
-    the buffers of a forward, reservations (such as the caches of running requests), and idle
-    entries of the prefix caches, which are evicted for reservations.
+    Weights and the memories of earlier answers come first. The rest, less a reserve, is the
+    :attr:`room`. It holds the buffers of a forward, reservations (such as the caches of running
+    requests), and idle entries of the prefix caches, which are evicted for reservations.
 
-    Figures may be read in any thread. Only the worker's thread may call the methods that change
-    something; before it runs, the thread that starts it may.
+    Figures may be read in any thread. The methods that change something may be called only in the
+    worker's thread or, before it runs, in the thread that starts it.
 
     Args:
-        bound: the most bytes in total; by default, what the machine has.
+        bound: the most bytes in total; by default, all that the machine has.
         cache_bytes: the most bytes of idle entries; by default half of the room, or the size of the
             entry that was used last if that is more.
     """
@@ -78,7 +78,7 @@ class ServerMemory:
 
     @property
     def room(self) -> int:
-        """The bytes that weights and memories of earlier answers leave."""
+        """The bytes that the weights, the memories of earlier answers and the reserve leave."""
         return max(0, int((self.limit - sum(self._lasting.values())) * (1 - _RESERVE)))
 
     @property
@@ -90,7 +90,7 @@ class ServerMemory:
         """How many bytes the idle entries of the prefix caches may take.
 
         Args:
-            beside: the bytes of a model's weights that are not counted yet.
+            beside: the bytes of the weights of a model that is not counted yet.
         """
         left = max(0, self.room - beside * (1 - _RESERVE) - self._forward())
         asked = self._cache_bytes
@@ -112,12 +112,12 @@ class ServerMemory:
         return self.reserved + need.caches + self._forward(need) <= self.room
 
     def ever_fits(self, need: Need, beside: int = 0) -> bool:
-        """Whether a need could be reserved if nothing else were.
+        """Whether a need could be reserved if nothing else were reserved.
 
         Args:
             need: what a request needs.
-            beside: the bytes of weights that are about to be loaded; negative if about to be
-                unloaded.
+            beside: the bytes of weights that are about to be loaded; negative for weights that are
+                about to be unloaded.
         """
         return need.caches + need.forward <= self.room - beside * (1 - _RESERVE)
 
@@ -135,7 +135,7 @@ class ServerMemory:
             served: the model.
             n_prompt: the number of tokens of the prompt.
             body: the body of the request.
-            default: the number if the body has none.
+            default: the number for a body that requests none.
 
         Raises:
             ApiError: 400, prompt and answer exceed the context; 413, their caches would not fit
@@ -175,13 +175,13 @@ class ServerMemory:
         )
 
     def spare_positions(self, served: ServedModel) -> int:
-        """How many positions of a model's caches fit into the reserve."""
+        """How many positions of a model's caches fit into the spare half of the reserve."""
         each = (served.memory.bytes_for(2 * _FAR) - served.memory.bytes_for(_FAR)) // _FAR
         return self._spare // max(1, each)
 
     @property
     def _spare(self) -> int:
-        """Half of the reserve: the slots of joint steps get one half, freed buffers the other."""
+        """Half of the reserve. Joint steps' slots may take one half, freed buffers the other."""
         return int(self.room * _RESERVE / 2)
 
     # --- changes ---
@@ -235,7 +235,7 @@ class ServerMemory:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Make MLX observe the bound while the worker runs."""
+        """A context in which MLX observes the bound."""
         before = mx.set_memory_limit(self._bound), mx.set_cache_limit(self._spare)
         try:
             yield

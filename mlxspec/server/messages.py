@@ -1,6 +1,6 @@
 """Anthropic's Messages API: request bodies and answers.
 
-A conversation gives the same tokens as with OpenAI's API. Fields that only concern Anthropic's own
+A conversation becomes the same tokens as in OpenAI's API. Fields that only concern Anthropic's own
 servers, such as ``cache_control`` and ``service_tier``, have no effect.
 """
 
@@ -43,7 +43,7 @@ class _Block(Body):
     needed = {"text": ("text",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",)}
 
     def result(self) -> dict[str, Any]:
-        """The message of a tool's result."""
+        """The chat message with a tool's result."""
         error = "Error: " if self.is_error else ""  # templates have no other place for it
         content = [error + self.content]
         return {"role": "tool", "content": content, "tool_call_id": self.tool_use_id}
@@ -126,14 +126,14 @@ def _messages_of(turn: _Turn) -> Iterator[dict[str, Any]]:
             continue
         text = "".join(block.text for block in group)
         if turn.role == "system":
-            # Few chat templates accept a system message within a conversation. Claude Code marks
-            # such text in a user message this way.
+            # Few chat templates accept a system message within a conversation. This is how Claude
+            # Code marks such text in user messages.
             text = f"<system-reminder>\n{text}\n</system-reminder>"
         yield {"role": "user", "content": [text]}
 
 
 def _answer(blocks: Sequence[_Block]) -> dict[str, Any]:
-    """The assistant's message, without thinking that only Anthropic can decrypt."""
+    """An assistant's chat message, without the thinking that only Anthropic can decrypt."""
     message: dict[str, Any] = {"role": "assistant"}
     message["content"] = ["".join(block.text for block in blocks)]
     if reasoning := [block.thinking for block in blocks if block.thinking]:
@@ -169,8 +169,8 @@ def _block(part: Part, text: str) -> dict[str, Any]:
         return {"type": "text", "text": text}
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": _SIGNATURE if text else ""}
-    # The id comes from the model, since chat templates must accept it when the client sends it
-    # back.
+    # The id has the model's form, not Anthropic's: chat templates must accept it when the client
+    # sends it back.
     return {"type": "tool_use", "id": part.id, "name": part.name, "input": _read_input(text)}
 
 

@@ -44,7 +44,7 @@ class Metrics:
         self._seconds = histogram("generation_seconds", "Time to the last token.")
         self._began = int(time.perf_counter())
         self._sums: deque[tuple[int, Count[str]]] = deque(maxlen=_HISTORY + 1)
-        """Sums for each of the last seconds in which something happened, including the current
+        """The sums of each of the last seconds in which something happened, including the current
         one.
         """
 
@@ -93,12 +93,12 @@ class Metrics:
         Args:
             step: the sequence's step.
             seconds: the wall time of the step.
-            cost: its time according to the measured costs, in steps without drafts; NaN if unknown.
+            cost: the step's time according to the measured costs, in plain steps; NaN if unknown.
         """
         self._generated.inc(len(step.tokens))
         # Each sequence counts its share of the forward.
         self._sum(generated=len(step.tokens), steps=1, forwards=1 / step.sequences)
-        if cost > 0:  # it is known; other load slows plain steps, too
+        if cost > 0:  # not NaN; other load would slow plain steps just as much
             self._sum(seconds=seconds, plain_seconds=seconds * len(step.tokens) / cost)
         origins = step.tree.node_origins
         drafted = Count(origins[1 : len(step.tree)])
@@ -116,7 +116,7 @@ class Metrics:
 
 
 def _counts(metric: Counter) -> dict[str, int]:
-    """The values of a counter by label, or by "" without one."""
+    """The values of a counter by label; "" stands for no label."""
     (family,) = metric.collect()
     return {
         "".join(sample.labels.values()): int(sample.value)

@@ -1,8 +1,8 @@
 """OpenAI's API for chats and completions: request bodies and answers.
 
-With ``"mlxspec": {"drafts": true}`` in the request, each streamed choice marks its text from
-accepted drafts: ``"mlxspec": {"drafts": [["The quick brown", true], [" fox", false]]}``. The texts
-join to the choice's text.
+With ``"mlxspec": {"drafts": true}`` in the request, each chunk of a stream marks the text that
+comes from accepted drafts: ``"mlxspec": {"drafts": [["The quick brown", true], [" fox", false]]}``.
+Joined, these texts are the chunk's text.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class ChatAnswer(ApiAnswer):
     def begin(self) -> list[dict[str, Any]]:
         """The chunks that begin the choices, in order.
 
-        OpenAI's Python library fails if the first chunk belongs to another choice than 0.
+        OpenAI's Python library fails if the first chunk belongs to a choice other than 0.
         """
         return [chunk for choice in self.choices for chunk in self._begin_choice(choice)]
 
@@ -231,7 +231,7 @@ class ChatAnswer(ApiAnswer):
     def _chunk(
         self, choice: Choice, fields: dict[str, Any], drafts: Sequence[list[Any]] = ()
     ) -> dict[str, Any]:
-        """A chunk for one choice, with its drafts if they were requested."""
+        """A chunk for one choice, with the marks of its drafts if they were requested."""
         content = {"index": choice.index, "logprobs": None, "finish_reason": None, **fields}
         if self._body.mlxspec.drafts and drafts:
             content["mlxspec"] = {"drafts": drafts}
@@ -361,7 +361,7 @@ def chat_logprobs(tokenizer: TokenizerWrapper, pieces: Iterable[Piece]) -> list[
 def completion_logprobs(
     tokenizer: TokenizerWrapper, pieces: Iterable[Piece], offset: int, top: int | None
 ) -> dict[str, Any] | None:
-    """The lists of a completion's ``logprobs``; None if all tokens are left out.
+    """The lists of a completion's ``logprobs``; None if it would have no tokens.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -389,12 +389,12 @@ def completion_logprobs(
 
 
 def _is_shown(piece: Piece, tokenizer: TokenizerWrapper) -> bool:
-    """Whether a token is shown. The token that ended the output is not, as in the text."""
+    """Whether to show a token's log-probability; an end token's is hidden, like its text."""
     return piece.logprob is not None and piece.token not in tokenizer.eos_token_ids
 
 
 def _name(in_bytes: bytes) -> str:
-    """A token's name: its text, with ``\\xe2`` for bytes that are not a whole character."""
+    """A token's name: its text, in which incomplete characters appear as ``\\xe2``."""
     return in_bytes.decode(errors="backslashreplace")
 
 

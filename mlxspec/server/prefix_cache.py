@@ -44,7 +44,7 @@ _OPENING = 16  # the most tokens at a prompt's end that open the answer; later p
 _WORTH_WAITING = 64  # tokens of prefill; no request waits for another to save fewer
 _FORMAT = 1
 _FILES = "[0-9a-f]" * 64 + ".safetensors"
-_SAMPLES = 64  # roughly the numbers of each weight that enter a model's fingerprint
+_SAMPLES = 64  # about how many numbers of each array enter a model's fingerprint
 
 _uses = itertools.count(1)  # counts uses over all models, to compare when entries were last used
 
@@ -59,8 +59,8 @@ class _Entry:
         partition: a digest of the partition's name.
         session: the session.
         nbytes: the memory of the session.
-        branch: the position where other prompts diverged; a copy of the cache up to it is kept for
-            them.
+        branch: the length up to which a copy of the cache is to be kept, since earlier prompts
+            diverge there; 0 for none.
         shared: whether the entry is such a copy, which is never continued itself.
         used: the number of its last use, counted over all models' entries.
     """
@@ -79,18 +79,18 @@ class _Entry:
 class PrefixCache:
     """Keeps the caches of requests to one model, within a memory limit.
 
-    Lent sessions do not count towards it: their memory belongs to their requests.
+    Lent sessions do not count towards the limit: their memory belongs to their requests.
 
     Some caches (states, windows) cannot be cut to any length. With these, a prompt that diverges
-    from earlier prompts keeps its state at that point as an entry, which later prompts copy. So the
-    third prompt with a common prefix is the first to find it.
+    from an earlier one leaves a copy of the cache up to that point as an entry, which later prompts
+    copy. So the third prompt with a common prefix is the first that need not compute it.
 
     Attributes:
         model: an mlx-lm model.
         max_bytes: the most memory of idle entries. The least recently used are evicted first.
         options: the cache options, which all generations share.
-        chunks_matter: the decoder's method of that name, which says which prompts cannot share a
-            prefix. By default, all can.
+        chunks_matter: the decoder's method of that name; a prompt for which it returns True shares
+            no prefix. By default, all prompts may share theirs.
         hits: how many prompts matched a cached prefix.
         misses: how many prompts did not.
         forks: how many of the hits were copies.
@@ -112,11 +112,11 @@ class PrefixCache:
     @property
     def nbytes(self) -> int:
         """The memory of all idle entries."""
-        return sum(entry.nbytes for entry in self._idle.copy())  # for the status page
+        return sum(entry.nbytes for entry in self._idle.copy())  # read by the status page, too
 
     @property
     def oldest(self) -> float:
-        """The last use of the entry that :meth:`make_room` evicts next; infinity without one."""
+        """The last use of the entry that :meth:`make_room` evicts next, or infinity."""
         return next((entry.used for entry in self._idle), math.inf)
 
     @property
@@ -163,7 +163,7 @@ class PrefixCache:
             self.misses += 1
         lent = _Entry(tokens, len(tokens), name, session)
         if not self._cuttable:
-            # No state was kept where the prompt diverges from others. Keep one for later prompts.
+            # Keep a copy of the cache where the prompt diverges from others, for later prompts.
             longest = max((common for common, _ in self._matches(tokens, name)), default=0)
             common = min(longest, len(tokens) - 1)
             if common - length >= _WORTH_WAITING:
@@ -172,11 +172,10 @@ class PrefixCache:
         return session
 
     def should_wait(self, prompt: Sequence[int], partition: str = "") -> bool:
-        """Whether a running request is about to compute a prefix of this prompt.
+        """Whether a request should wait while a running one computes a prefix of its prompt.
 
-        If this request waits and calls :meth:`lend` afterwards, it need not compute the prefix
-        again. When several requests with the same long prefix arrive at once, all but the first
-        should wait.
+        Afterwards, :meth:`lend` finds that prefix. When several requests with the same long prefix
+        arrive at once, all but the first should wait.
         """
         if self._shares_nothing(prompt):
             return False
@@ -188,10 +187,10 @@ class PrefixCache:
         return coming - self._best(tokens, name)[1] >= _WORTH_WAITING
 
     def _coming(self, entry: _Entry, tokens: array[int]) -> int:
-        """The length of a prompt's prefix that a running request has yet to compute."""
+        """The length of the prompt's prefix that a running request is about to compute, or 0."""
         last = entry.n_prompt - 1
         coming = min(common_length(entry.tokens, tokens), len(tokens) - 1)
-        if not self._cuttable:  # it can only be copied at its marks, the last of them near its end
+        if not self._cuttable:  # it can be copied only at its marks; the last is near its end
             marks = (entry.branch, last - _OPENING)
             coming = max((mark for mark in marks if mark <= coming), default=0)
         return coming if entry.session.length < min(coming, last) else 0
@@ -199,7 +198,7 @@ class PrefixCache:
     def give_back(self, session: Session) -> None:
         """Take back a session and keep its contents, however its generation ended."""
         entry = self._lent.pop(session, None)
-        if entry is None:  # it shares nothing
+        if entry is None:  # its prompt shares no prefix
             return
         tokens = entry.tokens = array("i", session.tokens)
         entry.nbytes = session.nbytes
@@ -274,9 +273,9 @@ class PrefixCache:
         return self.chunks_matter(len(prompt) - 1, self._caches)
 
     def _alike(self, entry: _Entry, length: int) -> bool:
-        """Whether the cache of an entry's first tokens would be the same with any prompt.
+        """Whether a longer prompt would make the same cache of an entry's first ``length`` tokens.
 
-        Up to a certain length, the place where a cache was quantised depends on the prompt's.
+        Where a cache is quantised depends on the length of its prompt, if the prompt is short.
         """
         first = min(entry.n_prompt - 1, length)
         return not entry.session.quantized or first >= self.options.quantized_at
@@ -284,8 +283,8 @@ class PrefixCache:
     def _continues(self, entry: _Entry, common: int) -> bool:
         """Whether an entry's session may be cut to ``common`` tokens and lent, instead of copied.
 
-        Cutting may lose only an answer that the client changed or left out, with the tokens that
-        open it, and only if that is no longer than the rest.
+        Cutting may drop only an answer that the client changed or left out, with the tokens that
+        open it. It may not drop more tokens than it keeps.
         """
         if entry.shared or entry not in self._idle:
             return False
@@ -311,9 +310,9 @@ class PrefixCache:
     # --- on disk ---
 
     def save(self, directory: Path) -> None:
-        """Write the idle entries for :meth:`load`, one file each, and remove outdated files.
+        """Write each idle entry to a file for :meth:`load`, and remove outdated files.
 
-        An error is reported, and stops the writing. Only one process may use a directory.
+        If an error prevents this, a warning is logged. Only one process may use a directory.
         """
         written: set[Path] = set()
         try:
@@ -344,14 +343,14 @@ class PrefixCache:
         return path
 
     def load(self, directory: Path, most: int | None = None) -> None:
-        """Make entries from files that :meth:`save` wrote, the most recently used first.
+        """Load as many of the entries that :meth:`save` wrote as fit, the last used first.
 
-        Files that are damaged or belong to another model are reported and skipped, as is a
+        Files that are damaged or belong to another model are skipped with a warning, as is a
         directory that other users may write to.
 
         Args:
             directory: where the files are.
-            most: the most bytes of all entries; by default ``max_bytes``.
+            most: the most bytes of all loaded entries; by default ``max_bytes``.
         """
         if not directory.is_dir() or not self._trusts(directory):
             return
@@ -409,5 +408,5 @@ class PrefixCache:
 
 
 def _digest(text: str) -> str:
-    """An identifier that does not reveal the text, such as a client's key."""
+    """An identifier for a text, such as a client's key, that does not reveal it."""
     return hashlib.sha256(text.encode()).hexdigest()

@@ -24,7 +24,7 @@ from .requests import ApiBody
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, and how to read and end its output.
+    """A prompt, and how to constrain, parse and end its output.
 
     Attributes:
         tokens: the token ids.
@@ -70,14 +70,14 @@ def chat_prompt(
     initial = tokenizer.response_initial_state or "normal"
     if _is_reasoning(body, tokenizer, text):
         initial = "reasoning"
-    # In a continued text, any space was written by the model.
+    # A space at the beginning of a continuation was written by the model.
     puts_space = bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
     trims_space = puts_space and not body.continued
     if body.demands_call:
         known = body.forced_tool is None or parser_name(tokenizer) in _FORMATS
         if tokenizer.response_initial_state or not known:
             raise ApiError(
-                'tool_choice: this model cannot be forced to call that function; send "auto".',
+                'tool_choice: this model cannot be forced to make that call; send "auto".',
                 param="tool_choice",
             )
         if initial == "reasoning":  # a call inside reasoning would not count
@@ -219,14 +219,14 @@ def _answer_phases(
 
 
 _FORMATS = ("json_tools", "mistral", "qwen3_coder")
-"""mlx-lm's names of the call formats that a grammar describes."""
+"""mlx-lm's names of the call formats that :func:`_calls_constraint` can describe by a grammar."""
 
 
 def _calls_constraint(body: ApiBody, tokenizer: TokenizerWrapper) -> Constraint | None:
     """The constraint of the output after a call's marker; None if the format is unknown.
 
-    If a call is demanded or its tool is strict, its arguments match the tool's schema. Otherwise
-    they may be any object.
+    If the request demands a call, or the called tool is strict, the arguments must match the tool's
+    schema. Otherwise they may be any object.
     """
     parser, has_args = parser_name(tokenizer), "[ARGS]" in tokenizer.get_vocab()
     start = _literal(tokenizer, tokenizer.tool_call_start)
@@ -261,14 +261,15 @@ def _calls_constraint(body: ApiBody, tokenizer: TokenizerWrapper) -> Constraint 
 
 
 def _json_arguments(rule: str, schema: dict[str, Any]) -> list[str]:
-    """The rule of arguments as a JSON object."""
+    """The grammar rule for arguments that are a JSON object."""
     return [f"{rule}: %json {json.dumps(schema)}"]
 
 
 def _elements(rule: str, schema: dict[str, Any]) -> list[str]:
-    """The rules of arguments as Qwen 3 Coder writes them, each in its own element.
+    """The grammar rules for arguments as Qwen 3 Coder writes them, each in its own element.
 
-    mlx-lm's parser reads a value by its ``type``: a string is any text, without quotes.
+    mlx-lm's parser reads a value according to the ``type`` in its schema. A string is any text,
+    without quotes.
     """
     properties, required = schema.get("properties"), schema.get("required")
     if not isinstance(properties, dict):
@@ -359,8 +360,8 @@ _FILL_IN: tuple[tuple[str, ...], ...] = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
     ("[PREFIX]", "[SUFFIX]"),
 )
-"""Names of the tokens before the prefix, before the suffix, and after both. Without the last token,
-the suffix comes first, and the output continues the prefix.
+"""For each family of models: its tokens before the prefix, before the suffix, and after both.
+Without the last token, the suffix comes first, and the output continues the prefix.
 """
 
 _FILL_IN_ENDS = (

@@ -41,7 +41,7 @@ from .body import (
     without_nulls,
 )
 
-MOST_CHOICES = 128  # per prompt; also the most prompts
+MOST_CHOICES = 128  # the most choices per prompt, and the most prompts
 
 
 # --- sampling ---
@@ -56,7 +56,7 @@ def _or_none(value: object) -> object:
 _DEFAULT = SamplingParams(seed=None)
 _MinusOne = BeforeValidator(_or_none)
 _Fraction = Annotated[float, Field(ge=0, le=1)]
-_Penalty = Annotated[float, Field(ge=-100, le=100)] | None  # beyond, logits would overflow
+_Penalty = Annotated[float, Field(ge=-100, le=100)] | None  # larger ones would make logits overflow
 _Token = Annotated[int, Field(strict=False, ge=0)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _MaxTokens = Annotated[
@@ -90,8 +90,9 @@ class SamplingBody(Body):
         """The sampling parameters of one choice.
 
         Args:
-            choice: the choice's index among a prompt's ``n``. The first choice uses the seed as
-                sent, so it equals the answer for ``n: 1``. The others use the seeds that follow.
+            choice: the choice's index among the ``n`` choices of a prompt. The first choice uses
+                the seed as sent, so it equals the answer for ``n: 1``. The others use the seeds
+                that follow.
             xtc_special_tokens: token ids that XTC never drops.
         """
         given = {name: getattr(self, name) for name in SamplingBody.model_fields}
@@ -122,8 +123,8 @@ def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge consecutive messages of the same role: many chat templates require that roles
     alternate.
 
-    Contents and reasoning are lists of texts, joined only at the end, since ten thousand may form
-    one message.
+    Contents and reasoning are lists of texts, joined only at the end, since ten thousand of them
+    may form one message.
     """
     result: list[dict[str, Any]] = []
     for message in messages:
@@ -142,7 +143,7 @@ def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_arguments(messages: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Parse the arguments of calls, since templates expect objects; other text stays as it is."""
+    """Parse the arguments of calls, since templates expect objects; invalid ones stay text."""
     left = MOST_VALUES
     for call in (call for message in messages for call in message.get("tool_calls", ())):
         function = call["function"]
@@ -162,15 +163,15 @@ class TextPart(Body):
 
 
 def _text(value: object) -> str:
-    """The text of a content: a string, or a list of parts with text."""
+    """The text of a message's content, which is a string or a list of parts with text."""
     return value if isinstance(value, str) else "".join(part.text for part in _text_parts(value))
 
 
 def _text_of_output(value: object) -> str:
     """The text of a tool's result: a string, or a list of parts of any type.
 
-    A part that is not text is not an error, since the client's tool sent it, not the user. A note
-    replaces it.
+    A note replaces a part that is not text. It is not an error, since it comes from the client's
+    tool, not from the user.
     """
     if isinstance(value, str):
         return value
@@ -193,7 +194,7 @@ ToolOutput = Annotated[str, PlainValidator(_text_of_output)]
 
 
 class Function(Body):
-    """A function that is offered or called; in ``/v1/messages`` also a tool."""
+    """A function that is offered or called. A tool of ``/v1/messages`` has the same form."""
 
     type: Literal["function", "custom"] = "function"
     name: Name
@@ -230,7 +231,7 @@ def _of_format(value: object) -> Constraint | None:
 
 
 def _made(make: Callable[[Any], Constraint], kind: type = object) -> PlainValidator:
-    """Makes a constraint from a field's value; empty values, which some clients send, give none."""
+    """A validator that makes a constraint; empty values, which some clients send, become None."""
 
     def made(value: object) -> Constraint | None:
         if value and not isinstance(value, kind):
@@ -252,7 +253,7 @@ _Grammar = Annotated[Constraint | None, _made(Constraint.grammar, str)]
 
 
 class _StructuredOutputs(Body):
-    """Constraints in vLLM's form. Other kinds are an error."""
+    """Constraints in vLLM's form; other kinds of constraints are an error."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -264,7 +265,7 @@ class _StructuredOutputs(Body):
 
 
 def _constraints(body: Body, prefix: str = "") -> Iterator[tuple[str, Constraint]]:
-    """The constraints that a body sets, by the paths of their fields."""
+    """Yield the constraints that a body sets, each after the path of its field."""
     for name, field in type(body).model_fields.items():
         value, path = getattr(body, name), f"{prefix}{field.validation_alias or name}"
         if isinstance(value, Constraint):
@@ -301,7 +302,7 @@ class _Reasoning(Body):
 
 
 class OutputOptions(_Reasoning):
-    """The options of an answer, as two of the APIs nest them."""
+    """Options that two of the APIs nest in a field of the body: effort and format of the answer."""
 
     format: Format = None
 
@@ -310,7 +311,7 @@ Stops = Annotated[Items[Annotated[str, Field(min_length=1, max_length=1000)]], F
 
 
 class ApiBody(SamplingBody):
-    """The body of a request for the answer to a conversation, or for completions of texts.
+    """The body of a request for an answer to a conversation, or for completions of texts.
 
     It has the fields that the APIs share. ``/v1/messages`` has other names for some of them, and
     refuses others.
@@ -318,7 +319,7 @@ class ApiBody(SamplingBody):
     Attributes:
         sent: the whole body as sent, with unknown fields.
         param: the field with the messages or prompts.
-        continues: whether the answer continues a trailing message of the assistant.
+        continues: whether the answer may continue the last message, if that is the assistant's.
         cuts_max_tokens: whether a ``max_tokens`` that does not fit is lowered instead of refused.
     """
 
@@ -367,13 +368,13 @@ class ApiBody(SamplingBody):
     def top(self) -> int | None:
         """How many of the likeliest tokens to return with each token and its log-probability.
 
-        None for no log-probabilities.
+        None means that no log-probabilities are returned.
         """
         return None
 
     @cached_property
     def constraints(self) -> dict[str, Constraint]:
-        """The constraints of the answer's text by the fields that set them; all are equal.
+        """The constraint of the answer's text, by each of the fields that set it.
 
         Clients that support several servers send one constraint under several names.
         """
@@ -402,7 +403,7 @@ class ApiBody(SamplingBody):
 
     @property
     def tool_mode(self) -> tuple[str, str | None]:
-        """The tool choice: "none", "auto", "required", or "function" and the function's name."""
+        """The tool choice: "none", "auto", "required", or "function" with the function's name."""
         return "auto", None
 
     @cached_property
@@ -430,7 +431,7 @@ class ApiBody(SamplingBody):
 
     @property
     def continued(self) -> bool:
-        """Whether the answer continues the last message, a message of the assistant."""
+        """Whether the answer continues the last message, which is then the assistant's."""
         if not (self.continues and self.continue_final_message):
             return False
         last = self.conversation[-1]
@@ -438,7 +439,7 @@ class ApiBody(SamplingBody):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Arguments of the chat template besides messages and tools. It ignores unknown ones."""
+        """Arguments of the chat template besides messages and tools; templates ignore others."""
         effort, thinking = self.reasoning.effort or self.reasoning_effort, self.enable_thinking
         if thinking is None and effort == "none":
             thinking = False

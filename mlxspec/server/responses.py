@@ -46,8 +46,8 @@ tools.
 def _callable(tools: list[_ToolBody]) -> list[_ToolBody]:
     """The functions and custom tools in a list of tools, including those in namespaces.
 
-    Agents such as Codex offer a web search, besides their own tools, to any server. They work
-    without it, so it is left out.
+    Agents such as Codex offer OpenAI's web search, besides their own tools, to any server. They
+    work without it, so it is left out.
     """
     result: list[_ToolBody] = []
     for tool in tools:
@@ -96,7 +96,7 @@ _Tools = Annotated[Items[_ToolBody], AfterValidator(_callable)]
 
 
 def _flat_name(tool: _ToolBody | _InputItem) -> str:
-    """A tool's name for the model. Models have no namespaces."""
+    """A tool's name as the model sees it, which includes the namespace."""
     if tool.namespace is None:
         return tool.name
     return f"{tool.namespace.removesuffix('__')}__{tool.name}"
@@ -194,7 +194,7 @@ class ResponsesBody(ApiBody):
 
     @cached_property
     def known_tools(self) -> dict[str, _ToolBody]:
-        """The offered tools by their names for the model."""
+        """The offered tools, by the names that the model sees."""
         known: dict[str, _ToolBody] = {}
         for tools in (self.tools, *(item.tools for item in [*self.earlier, *self.input])):
             for tool in tools:
@@ -213,11 +213,11 @@ class ResponsesBody(ApiBody):
             return asked, None
         known = self.known_tools.items()
         names = [flat for flat, tool in known if asked.name in (tool.name, flat)]
-        unknown = asked.type if asked.name == "-" else asked.name  # which is refused
+        unknown = asked.type if asked.name == "-" else asked.name  # this name is then refused
         return "function", next(iter(names), unknown)
 
     def repeated(self) -> dict[str, Any]:
-        """The body's fields that the response repeats, with the values used."""
+        """The body's fields that the response repeats, with their values in use."""
         tools = self.sent.get("tools") or ()
         return {
             **{name: getattr(self, name) for name in _REPEATED},
@@ -263,7 +263,7 @@ def parse_responses(
 
 
 def _from_store(body: dict[str, Any], store: ResponseStore, partition: str) -> dict[str, Any]:
-    """The conversation up to the end of the previous response, and the items of the input.
+    """The fields ``earlier`` (the conversation so far) and ``input``, with references resolved.
 
     Raises:
         ApiError: a response or an item that the body refers to is not stored.
@@ -273,7 +273,7 @@ def _from_store(body: dict[str, Any], store: ResponseStore, partition: str) -> d
         found = store.response(partition, previous)
         if not found:
             raise ApiError(
-                f"previous_response_id is {shown(previous)}, which is not stored, or no longer: "
+                f"previous_response_id is {shown(previous)}, which is not stored (any longer): "
                 "send the whole conversation as input.",
                 param="previous_response_id",
                 code="previous_response_not_found",
@@ -287,7 +287,7 @@ def _from_store(body: dict[str, Any], store: ResponseStore, partition: str) -> d
     items = items.copy()
     for index, item_id in ids.items():
         if item_id not in known:
-            remedy = "send the item itself, since this id is not stored, or is already used"
+            remedy = "send the item itself, since its id is not stored or already used"
             refuse(f"input[{index}].id", item_id, remedy)
         items[index] = known.pop(item_id)  # only once, or a short body could expand to gigabytes
     return {"earlier": earlier, "input": items}
@@ -355,7 +355,7 @@ class ResponseStore:
     def response(
         self, partition: str, response_id: str
     ) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-        """The partition's response with this id and the items before it, if it is stored."""
+        """The partition's response with this id and the items before it; None if not stored."""
         key = partition, response_id
         with self._changing:
             if key not in self._kept:
@@ -366,7 +366,7 @@ class ResponseStore:
         return response, given
 
     def items(self, partition: str, ids: Set[str]) -> dict[str, dict[str, Any]]:
-        """Items of the partition's answers by id, including those with the given ids."""
+        """By id: all items of the partition's answers that have any of the given ids."""
         numbers = {item_id.split("_")[1] for item_id in ids if "_" in item_id}
         found = [self.response(partition, f"resp_{number}") for number in numbers]
         answers = [response for response, _ in filter(None, found)]
@@ -555,7 +555,7 @@ _ITEMS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "call": ("fc", "function_call_arguments", {"type": "function_call", "arguments": ""}),
     "custom": ("ctc", "custom_tool_call_input", {"type": "custom_tool_call", "input": ""}),
 }
-"""By kind of item: the prefix of its id, the name of its text in events, and its first fields."""
+"""By kind of item: the prefix of its id, the name of its text in events, and its initial fields."""
 
 _DONE = ("text", "logprobs", "arguments", "input", "name")
 """Fields of an item or its content that are repeated in the event at the end of its text."""
@@ -578,7 +578,8 @@ def _usage(choice: Choice, end: Ended) -> dict[str, Any]:
 def _whole_input(written: str) -> str:
     """The text for a custom tool; if its JSON is invalid, everything that the model wrote.
 
-    Backslashes that JSON does not allow are escaped: models do not escape regular expressions.
+    Backslashes that JSON does not allow are escaped: models forget to escape them in regular
+    expressions.
     """
     mended = _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", written)
     try:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from ..engine.heads import TrainedHead
 
 _STEP = 256  # positions by which caches grow
-_SLACK = 16 + _STEP  # positions that a window's cache holds beyond its size
-_ROWS = 64  # rows of a joint step; more rarely pay
+_SLACK = 16 + _STEP  # positions that a window's cache may hold beyond the window
+_ROWS = 64  # rows of a large joint step; more rows rarely pay
 _SCORES = 4  # arrays over the vocabulary for each row: logits, log-probabilities, filters
 
 
@@ -54,7 +54,7 @@ class CacheMemory:
     Attributes:
         model: an mlx-lm model, with its weights in memory.
         options: the cache options.
-        draft_model: the draft model of its requests, if any.
+        draft_model: the draft model that drafts for it, if any.
     """
 
     model: nn.Module
@@ -143,7 +143,7 @@ def _taken_by_one(kind: CacheKind, tokens: int) -> int:
     return min(whole, (kind.positions + _SLACK) * each) * (1 + MARKS)
 
 
-# The most partitions with a memory, and the tokens that each remembers: about 100 MB in all.
+# The most partitions with their own memory, and the tokens in each memory: about 100 MB in all.
 _MOST_APART = 32
 _TOKENS_APART = MAX_TOKENS // 4
 
@@ -163,7 +163,7 @@ class ServedModel:
         most_cached: the most bytes of the prefix cache's idle entries.
         template_arguments: default arguments of the chat template, overridden by a request's.
         owner: the partition that uses the decoder's own memory of answers. The others have separate
-            ones, which are not kept on disk.
+            memories, which are not kept on disk.
         memory: the memory needs of its weights, caches and forwards.
         cache: the prefix cache.
     """
@@ -194,7 +194,7 @@ class ServedModel:
 
     @property
     def memories(self) -> list[Memory]:
-        """The memories that all partitions draft from."""
+        """The memories of answers of all partitions."""
         decoders = [self.decoder, *self._apart.copy().values()]
         found = (getattr(decoder.drafting, "memory", None) for decoder in decoders)
         return [memory for memory in found if memory]

@@ -1,4 +1,4 @@
-"""The worker thread, which runs the models: takes requests and sends the generations' events."""
+"""The worker thread, which runs the models: it takes requests, and sends their events."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Piece:
         token: the token id.
         accepted: whether it was an accepted draft token.
         logprob: the token's log-probability, if requested.
-        top: the likeliest tokens in its place with their log-probabilities, best first.
+        top: the likeliest tokens at its position with their log-probabilities, best first.
     """
 
     index: int
@@ -117,15 +117,14 @@ class ServedRequest(Request):
 
     Attributes:
         number: the request's number in this process.
-        index: the choice's index, which its events carry.
         stream: the stream of its events.
         index: the choice's index, which its events have.
-        session: what the prefix cache has lent to it.
+        session: the session that the prefix cache has lent to it.
         asked: when it arrived, by ``time.perf_counter``.
         first_token: when its first token was generated.
         need: the memory that it may take.
         failure: the error that ended it; None if it ended otherwise.
-        outcome: one word for how it ended; None while it runs.
+        outcome: a word that says how it ended; None before its end.
     """
 
     stream: EventStream
@@ -220,7 +219,7 @@ class ServedRequest(Request):
                 self.stream.worker.memory.make_room()
         except Exception:
             _log.exception("a prompt's caches could not be kept")
-        # The stream refers to this request, so its caches would wait for the garbage collector.
+        # The stream refers to this request, which would keep the caches until it is collected.
         self.session = None
 
 
@@ -282,7 +281,7 @@ class EventStream(RequestStream):
             self.close()
 
     def stop(self, finished: Callable[[int], bool]) -> None:
-        """End each generation whose choice index is finished, as if the model had ended it."""
+        """End each generation whose choice needs no more tokens, as if the model had ended it."""
         for request in self.requests:
             if request.state in (State.DECODE, State.PAUSED) and finished(request.index):
                 self._tell(request, Engine.cancel)
@@ -398,7 +397,7 @@ class Worker(EngineThread):
         self.join()
 
     def fail(self, error: ApiError) -> None:
-        """End all requests with an error, from any thread: the worker's thread may never return."""
+        """End all requests with an error; called in any thread, since the worker's may be stuck."""
         self.end(error)
         for request in self.requests.copy():
             self.send(request.stream, request, error)
@@ -444,11 +443,10 @@ class Worker(EngineThread):
             super()._run()
 
     def open(self, served: ServedModel) -> None:
-        """Begin to answer requests to a model, after its first steps, for which MLX compiles
-        kernels.
+        """Run a model's first steps, for which MLX compiles kernels; then take requests to it.
 
         Raises:
-            ApiError: 413, not even a request of one token fits into memory beside it.
+            ApiError: 413, not even a request of one token fits into memory beside the model.
         """
         decoder, least = served.decoder, served.memory.needs(1)
         if decoder.drafting.plans:
@@ -464,7 +462,7 @@ class Worker(EngineThread):
             raise ApiError(
                 f"{in_words(self.memory.limit)} of memory is too little for "
                 f"{shown(served.name)}: allow at least {bound} with --memory, if the machine "
-                "has them, or use a smaller or more quantised model",
+                "has that much, or use a smaller or more quantised model",
                 status=413,
                 param="model",
                 code="out_of_memory",
@@ -494,7 +492,7 @@ class Worker(EngineThread):
         return fits
 
     def end_of(self, request: ServedRequest, ended: Ended | ApiError) -> None:
-        """Record the end of a request, and send the event to the client."""
+        """Record the end of a request, and send its last event to the client."""
         now = time.perf_counter()
         if isinstance(ended, ApiError):
             request.failure = ended

@@ -175,7 +175,7 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
         (("--prompt", "a", "--ngram-min", "4"), "ngram_min is 4, and ngram_max is 3: choose"),
         (
             ("--prompt", "a", "--n-draft", "-2"),
-            "n_draft is -2: draft 1 token or more, or 0 for none",
+            "n_draft is -2: choose 1 or more, or 0 for no drafts",
         ),
         (("--prompt", "a", "--prompt-lookup-config", "ten"), "prompt_lookup_config is 'ten'"),
     ],

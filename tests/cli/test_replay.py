@@ -301,7 +301,7 @@ def test_memories_are_compared_with_several_outputs_at_once(repeating: tuple[Pat
     [
         (("--decoder", "warp"), "'warp': choose from auto"),
         (("--chip", "Z80"), "'Z80': choose one of M2 Pro"),
-        (("--chip", "M4 Max"), "'M4 Max': the nearest known ones are M4 Pro and M3 Max"),
+        (("--chip", "M4 Max"), "'M4 Max': the nearest known chips are M4 Pro and M3 Max"),
         (("--curve", "missing.json"), "missing.json: not a cost curve"),
         (("--html", "missing/page.html"), "missing/page.html"),
         (("--head-curve", ".7,.8@0.1"), "--head-curve '.7,.8@0.1': write it like .76,.60,.50,.41@"),

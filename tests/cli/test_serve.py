@@ -89,7 +89,7 @@ def test_a_server_answers_logs_and_ends_with_ctrl_c(endless: Path, tmp_path: Pat
     options = "--log-json", "--strict-model-names", "--cache-dir", kept
     with serving("--model", endless, *PLAIN, *options) as server:
         assert f"OPENAI_BASE_URL={server.address}/v1" in server.panel
-        assert re.search(r"at most [\d,.]+ [MG]iB, with \d+ MiB of weights", server.panel)
+        assert re.search(r"at most [\d,.]+ [MG]iB, including \d+ MiB of weights", server.panel)
         assert "its chat template has no place for them" in server.panel
         prompt = [1, *[7] * 40]
         answer = server.ask("/v1/completions", prompt=prompt, max_tokens=4)

@@ -61,7 +61,7 @@ def test_a_chip_without_a_curve_has_the_nearest_of_its_family_named(
     with pytest.raises(OptionError) as caught:
         known_chip(name)
     message = str(caught.value)
-    assert f"{name!r}: the nearest known ones are {nearest[0]} and " in message
+    assert f"{name!r}: the nearest known chips are {nearest[0]} and " in message
     assert "mlxspec calibrate MODEL --json" in message
     assert "--curve" in message
     assert "mlxspec bench MODEL --submit" in message
@@ -78,5 +78,5 @@ def test_a_chip_of_apple_s_has_a_curve_or_is_among_those_without() -> None:
     assert {"M1", "M4 Max"} <= {*nearest_chips()}
     assert not {*nearest_chips()} & {*chip_names()}
     for name, known in nearest_chips().items():
-        with pytest.raises(OptionError, match=f"nearest known ones are {known[0]} and {known[1]}"):
+        with pytest.raises(OptionError, match=f"nearest known chips are {known[0]} and {known[1]}"):
             known_chip(name)

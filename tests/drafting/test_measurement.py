@@ -200,7 +200,7 @@ def test_times_that_scatter_all_over_are_noise():
     for seed in range(20):
         reason = noise(Scattered(seed, lambda random: random.lognormal(0, 1)).measured())
         assert reason is not None
-        assert "half of the costs T(M)/T(1) are known to ±" in reason
+        assert "half of the costs T(M)/T(1) are known only to ±" in reason
 
 
 def test_times_that_fall_by_half_are_noise_and_a_small_fall_is_a_kernel_s():

@@ -54,7 +54,7 @@ def test_tensorrt_llm_form_is_understood() -> None:
     assert parse_lookup_config([10, 2]) == (10, 2, None)
     *values, note = parse_lookup_config("[10,2,[0]]")
     assert values == [10, 2]
-    assert "device list [0] is ignored" in note
+    assert "list of devices [0] is ignored" in note
 
 
 @pytest.mark.parametrize("config", ["", "[10]", "10,2", "[10,2,[0],1]", '["a",2]', "[-1,2]", 7])

@@ -76,10 +76,10 @@ def test_a_model_whose_rows_disturb_each_other_verifies_nothing(
     monkeypatch.setattr(llama, "create_attention_mask", lambda *_, **__: None)  # rows see all
     model = random_model("llama")
     assert chain_capability(model) is Capability.PLAIN
-    assert "than one by one" in examine(model)[1]
+    assert "than in separate forwards" in examine(model)[1]
     mode, reason = examine_joint(model, Capability.PLAIN)
     assert mode is JointMode.ALONE
-    assert "than one by one" in reason
+    assert "than in separate forwards" in reason
 
 
 @pytest.mark.parametrize("name", ["phi3small", "llama3"])
