@@ -360,15 +360,17 @@ def hold_other_threads() -> None:
 
 
 _ROOMS = "mlxspec.compat", "mlxspec.engine.", "mlxspec.generation."
+_LOOP = "mlxspec.generation.asynchronous"  # runs nothing itself, and waits there for commands
 
 
 def _others_generate() -> bool:
     """Whether another thread is in code that may run the model, and is not blocked."""
     tops = sys._current_frames()
     del tops[threading.get_ident()]
-    stacks = ([frame for frame, _ in walk_stack(top)] for top in tops.values())
-    return any(
-        any(frame.f_globals.get("__name__", "").startswith(_ROOMS) for frame in stack)
-        and all(frame.f_code is not hold_at_exit.__code__ for frame in stack)
-        for stack in stacks
-    )
+    for top in tops.values():
+        stack = [frame for frame, _ in walk_stack(top)]
+        names = {frame.f_globals.get("__name__", "") for frame in stack} - {_LOOP}
+        is_held = any(frame.f_code is hold_at_exit.__code__ for frame in stack)
+        if not is_held and any(name.startswith(_ROOMS) for name in names):
+            return True
+    return False

@@ -341,7 +341,9 @@ def test_the_thread_keeps_no_decoder() -> None:
 PROGRAM = """
 import asyncio, sys
 import mlxspec
-from mlxspec.drafting.drafter import NoDraft
+from mlxspec.generation import engine
+
+engine._PATIENCE = 3600  # so that a thread that only waits for commands is not waited for
 
 async def main():
     decoder = mlxspec.PromptLookupDecoder("demo")
