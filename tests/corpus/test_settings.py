@@ -173,3 +173,14 @@ def test_where_nothing_can_be_made_is_one_line(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(FileError, match="there is no directory"):
         save_settings(Settings(True))
     assert load_settings() == Settings()
+
+
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_tokenizer_s_answers_are_kept_or_not_as_asked(
+    everything: bool, before: bool, after: bool
+) -> None:
+    first, second = identify(FIRST), identify(SECOND)
+    settings = Settings(everything).with_tokenizer(first, before).with_tokenizer(first, after)
+    assert (settings.keeps(first), settings.keeps(second)) == (after, everything)
