@@ -106,6 +106,20 @@ def test_what_a_lent_cache_holds_counts_for_the_costs(loaded: tuple) -> None:
     assert moves[1:] == [33, 34, 35]  # after each step
 
 
+def test_what_generations_learn_of_costs_is_saved_once_in_a_while(
+    loaded: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = mlxspec.AutoDecoder(*loaded)
+    times = [KnownTime(1, 0.01, 0.001), KnownTime(16, 0.02, 0.001)]
+    known = {1024: KnownTimes(times, "test")}
+    decoder.costs = KeptCosts(CostCache(), CostKey({}, {}), known, lambda: 0.0)
+    saved: list[object] = []
+    monkeypatch.setattr(CostCache, "update", lambda *update: saved.append(update))
+    for _ in range(3):
+        list(decoder.stream("The river", 3))
+    assert len(saved) == 1
+
+
 def test_an_unknown_option_is_refused_before_anything_is_measured(
     unmeasured: Decoder,
 ) -> None:
