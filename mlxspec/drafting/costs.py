@@ -314,7 +314,7 @@ class LiveTimes:
         expected = math.log(self._time(own, context)) + float(parts @ self._shared) + own.value
         error = math.log(seconds) - expected
         covariance = self._covariance + change
-        doubt = self._doubt if rows > self._beyond else 0.0
+        doubt = self._doubt_of(rows)
         # Rounding can make a small variance slightly negative.
         alone = own.variance + doubt + self._noise
         variance = max(float(parts @ covariance @ parts), 0.0) + alone
@@ -382,7 +382,7 @@ class LiveTimes:
                 if assumed or rows <= self._measured or own.latest is not None:
                     seconds = self._time(own, context) * math.exp(self._correction(own))
                     # Without the doubt, short processes would trust wrong times for ever.
-                    doubt = self._doubt / _OWN_SHARE if rows > self._beyond else 0.0
+                    doubt = self._doubt_of(rows) / _OWN_SHARE
                     variance = own.variance + doubt + exponent * own.power**2
                     times.append(KnownTime(rows, seconds, math.sqrt(variance)))
             found[context] = times
@@ -410,12 +410,18 @@ class LiveTimes:
         """The curve and the hopeful curve at a context length."""
         if context not in self._curves:
             plain = self._time(self._plain, context)
+            known = sorted(self._rows.items())
+            costs = _rising(
+                (
+                    self._time(own, context) / plain * math.exp(own.in_curve),
+                    own.variance + self._doubt_of(rows),
+                )
+                for rows, own in known
+            )
             points, hopeful = [(1, 1.0)], [(1, 1.0)]
-            for rows, own in sorted(self._rows.items()):
-                cost = self._time(own, context) / plain * math.exp(own.in_curve)
+            for (rows, own), cost in zip(known, costs, strict=True):
                 points.append((rows, cost))
-                hope = self._hope(rows, own)
-                hopeful.append((rows, cost * math.exp(-hope)))
+                hopeful.append((rows, cost * math.exp(-self._hope(rows, own))))
             curve = _extended(points)
             self._curves[context] = curve, curve if hopeful == points else _extended(hopeful)
         return self._curves[context]
@@ -425,9 +431,12 @@ class LiveTimes:
         if rows > self._reach:
             return 0.0
         parts = np.array([0.0, 1.0, own.power])
-        variance = own.variance + (self._doubt if rows > self._beyond else 0.0)
-        variance += float(parts @ self._covariance @ parts)
+        variance = own.variance + self._doubt_of(rows) + float(parts @ self._covariance @ parts)
         return _HOPE * max(math.sqrt(max(variance, 0.0)) - _USUAL_ERROR, 0.0)
+
+    def _doubt_of(self, rows: int) -> float:
+        """The extra variance of a cost that no step has shown lately."""
+        return self._doubt if rows > self._beyond else 0.0
 
     def _unseen(self, rows: int) -> _Rows:
         """The expected state for a number of rows that has not run."""
@@ -458,6 +467,27 @@ class LiveTimes:
 _MACHINE, _PLAIN_ALONE = np.array([1.0, 0.0, 0.0]), np.array([1.0, -1.0, 0.0])
 _PLAIN_STEP_CHANGE = np.diag([_MACHINE_CHANGE, 0.0, 0.0])
 _DRAFTED_STEP_CHANGE = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0])
+
+
+def _rising(costs: Iterable[tuple[float, float]]) -> list[float]:
+    """Average costs that fall, so that none does (pool adjacent violators, Ayer et al. 1955).
+
+    Otherwise one cost that was measured wrongly, on a busy machine, would raise those of all wider
+    steps, however well these are known. The average is that of the logarithms. Its weights fall
+    with the square of the variances, so that a cost which steps have shown hardly gives way.
+
+    Args:
+        costs: pairs of a cost and the variance of its logarithm, by ascending rows.
+    """
+    groups: list[tuple[float, float, int]] = []  # a logarithm, its weight, and how many have it
+    for cost, variance in costs:
+        groups.append((math.log(cost), 1 / (variance + _LEAST_NOISE) ** 2, 1))
+        while len(groups) > 1 and groups[-2][0] > groups[-1][0]:
+            *before, (low, low_weight, n_low), (high, high_weight, n_high) = groups
+            weight = low_weight + high_weight
+            mean = (low * low_weight + high * high_weight) / weight
+            groups = [*before, (mean, weight, n_low + n_high)]
+    return [math.exp(value) for value, _, count in groups for _ in range(count)]
 
 
 def _completed(measured: list[dict[int, float]]) -> list[dict[int, float]]:

@@ -185,7 +185,31 @@ def test_costs_never_fall_with_the_rows():
     live = LiveTimes(
         {CONTEXT: [KnownTime(r, s, 0.02) for r, s in ((1, 1.0), (12, 3.0), (16, 2.7))]}
     )
-    assert live.curve(CONTEXT)(16) == live.curve(CONTEXT)(12) == pytest.approx(3.0)
+    assert live.curve(CONTEXT)(16) == live.curve(CONTEXT)(12) == pytest.approx(math.sqrt(3 * 2.7))
+
+
+def test_a_cost_that_was_measured_badly_does_not_raise_those_that_are_known():
+    times = ((1, 1.0, 0.02), (2, 20.0, 1.1), (4, 2.0, 0.02), (8, 12.0, 1.1), (16, 4.0, 0.02))
+    live = LiveTimes({CONTEXT: [KnownTime(*time) for time in times]})
+    curve = live.curve(CONTEXT)
+    assert [curve(rows) for rows in (2, 4, 8, 16)] == pytest.approx([2, 2, 4, 4], rel=0.01)
+
+
+@pytest.mark.parametrize("worst", [2, 8, 16])
+def test_drafts_pay_again_soon_after_a_measurement_on_a_busy_machine(worst: int):
+    times = [KnownTime(1, PLAIN_SECONDS, 0.2)]
+    times += [
+        KnownTime(r, 40 * PLAIN_SECONDS if r == worst else PLAIN_SECONDS * M4(r), 1.0)
+        for r in range(2, 33)
+    ]
+    live = LiveTimes({CONTEXT: times})
+    for step in range(300):
+        # As a planner does: the widest step with twice as many tokens as its hopeful cost.
+        hopeful = live.hopeful(CONTEXT)
+        rows = max((r for r in range(1, 17) if hopeful(r) < 0.5 * r), default=1) if step % 4 else 1
+        live.record(rows, CONTEXT, PLAIN_SECONDS * M4(rows))
+        live.ran(rows)
+    assert live.curve(CONTEXT)(16) == pytest.approx(M4(16), rel=0.1)
 
 
 def test_beyond_the_widest_measured_step_rows_cost_what_the_measured_ones_do_on_average():
