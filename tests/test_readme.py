@@ -277,7 +277,7 @@ def shell(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
     for what in ("init -q", "add -N report.txt"):  # which is what "git diff" shows
         subprocess.run(["git", *what.split()], check=True)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for kind in ("DATA", "CONFIG"):
         monkeypatch.setenv(f"MLXSPEC_{kind}_DIR", str(directory / kind.lower()))
 

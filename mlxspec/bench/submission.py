@@ -36,7 +36,7 @@ _Figure = Annotated[
     Field(ge=0, le=1e9, allow_inf_nan=False),
     AfterValidator(lambda value: float(f"{value:.3g}")),  # further digits are noise
 ]
-_Rows = Annotated[int, Field(ge=1, le=WIDEST)]
+_RowCount = Annotated[int, Field(ge=1, le=WIDEST)]
 _FEW = Field(min_length=1, max_length=_MOST_ENTRIES)
 _COLUMN = Field(min_length=1, max_length=WIDEST)
 
@@ -91,7 +91,7 @@ class CategoryFigures(_Part):
     rows_per_step: _Figure | None = None
 
 
-class Figures(CategoryFigures):
+class DecoderFigures(CategoryFigures):
     """A decoder's figures over all categories."""
 
     vs_mlx_lm: _Figure | None = None
@@ -113,7 +113,7 @@ class Curve(_Part):
 
     context: _Count
     plain_ms: _Figure
-    rows: Annotated[list[_Rows], _COLUMN]
+    rows: Annotated[list[_RowCount], _COLUMN]
     cost: Annotated[list[_Figure], _COLUMN]
     error: Annotated[list[_Figure], _COLUMN]
     split_attention: bool | None = None
@@ -141,7 +141,7 @@ class BenchReport(_Part):
     rough: bool
     outputs: _Count
     differ: _Count
-    decoders: Annotated[dict[_Name, Figures], _FEW]
+    decoders: Annotated[dict[_Name, DecoderFigures], _FEW]
     categories: Annotated[dict[_Name, Annotated[dict[_Name, CategoryFigures], _FEW]], _FEW]
     curves: Annotated[list[Curve], _FEW]
 

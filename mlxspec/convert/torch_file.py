@@ -36,7 +36,7 @@ def read_torch_file(path: Path) -> Iterator[tuple[str, mx.array]]:
         with zipfile.ZipFile(path) as archive:
             (pickled,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
             folder = pickled.removesuffix(".pkl")
-            for name, tensor in _Unpickler(archive.open(pickled)).load().items():
+            for name, tensor in _TensorUnpickler(archive.open(pickled)).load().items():
                 (_, kind, record, *_), offset, shape, strides, *_ = tensor
                 dtype = _TYPES[kind]
                 elements = archive.read(f"{folder}/{record}")
@@ -57,7 +57,7 @@ def read_torch_file(path: Path) -> Iterator[tuple[str, mx.array]]:
         ) from error
 
 
-class _Unpickler(pickle._Unpickler):
+class _TensorUnpickler(pickle._Unpickler):
     """Makes each tensor a tuple: its storage, and its offset, shape and strides in elements.
 
     It derives from the unpickler written in Python, which keeps memoised objects in a dict. For a

@@ -18,7 +18,7 @@ _MOST_UNSEEN = 64  # rows of steps that wait to be seen by a head
 _MOST_HELD = 512  # rows of the forwards that these belong to
 
 
-class _Rows(NamedTuple):
+class _UnseenRows(NamedTuple):
     """Rows of a forward that a head has yet to see.
 
     Attributes:
@@ -70,8 +70,8 @@ class HeadCache:
         self.caches = [for_steps(cache) for cache in head.make_cache()]
         self._positions: list[int] = []  # of the caches' entries
         self._seen = length  # the head has seen the rows before this one, or never will
-        self._unseen: list[_Rows] = []  # the rows from there on
-        self._noted: _Rows | None = None
+        self._unseen: list[_UnseenRows] = []  # the rows from there on
+        self._noted: _UnseenRows | None = None
 
     @property
     def length(self) -> int:
@@ -140,7 +140,7 @@ class HeadCache:
             first: the index of the first of these rows in the forward.
         """
         states = self._hidden.of_layers if self._head.reads else [self._hidden.final]
-        self._noted = _Rows(tokens, states, first, (), len(states[0]))
+        self._noted = _UnseenRows(tokens, states, first, (), len(states[0]))
 
     def keep(self, start: int, rows: Sequence[int]) -> None:
         """Keep the noted rows with these indices; the first has the position ``start``."""
@@ -165,7 +165,7 @@ class HeadCache:
         last = self._unseen[-1]
         own = last._replace(accepted=last.accepted[-1:])
         states = [mx.contiguous(own.taken(array, own.first)) for array in own.states]
-        self.has_seen([_Rows(tokens[-1:], states, 0, (0,))])
+        self.has_seen([_UnseenRows(tokens[-1:], states, 0, (0,))])
 
     def append(self, tokens: mx.array, features: mx.array) -> None:
         """Append the entries of rows to the caches.
@@ -204,7 +204,7 @@ class HeadCache:
         ]
         return mx.concatenate(tokens), self._head.features(states)
 
-    def has_seen(self, left: Sequence[_Rows] = ()) -> None:
+    def has_seen(self, left: Sequence[_UnseenRows] = ()) -> None:
         """Record that the head has seen all rows except ``left``; drop the entries of its draft."""
         seen = self.length - sum(len(rows.accepted) for rows in left)
         if self.caches:

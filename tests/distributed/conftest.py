@@ -98,7 +98,7 @@ def launched(*command: str, folder: Path, n: int = 2) -> Iterator[subprocess.Pop
         cwd=ROOT,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ["PYTHONPATH"]]),
+            "PYTHONPATH": str(ROOT),
             "MLXSPEC_CACHE_DIR": str(folder),
             # The scripts of mlx.launch break where its name has a space.
             "TMPDIR": "/tmp",
