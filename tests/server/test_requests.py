@@ -20,7 +20,7 @@ from mlxspec.server.openai import (
     TokenizeBody,
     parse_tokenize,
 )
-from mlxspec.server.requests import ApiBody
+from mlxspec.server.requests import ApiBody, check_ids
 from tests.support.examples import examples
 from tests.support.hostile import json_values
 
@@ -712,3 +712,9 @@ def check_any(parse: Any, body: Any) -> None:
         return
     assert error.status == 400
     json.dumps(error.body, ensure_ascii=False, allow_nan=False).encode()
+
+
+def test_ids_are_those_that_the_model_has() -> None:
+    check_ids([0, 63], 64, "tokens")
+    with pytest.raises(ApiError, match="tokens has the id 64: send ids from 0 to 63"):
+        check_ids([63, 64], 64, "tokens")
