@@ -14,6 +14,8 @@ from mlxspec.drafting.drafter import NoDraft
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.sources import DrafterSource
 from mlxspec.generation import engine
+from mlxspec.server import metrics
+from mlxspec.server.metrics import Metrics
 from mlxspec.server.served_model import ServedModel
 from mlxspec.server.worker import ModelQueue, ServedRequest, Worker
 from tests.support.demo import FLAT
@@ -87,3 +89,19 @@ def test_drafts_are_not_blamed_for_what_else_slows_steps(
                 assert request.figures()["gain"] == pytest.approx(
                     request.stats.emitted / request.stats.steps, rel=0.05
                 )
+
+
+def test_the_history_has_the_seconds_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
+    counted = Metrics()
+    assert counted.history["generated"] == []
+    counted._sum(generated=3, steps=1)
+    now = 1000.9
+    counted._sum(generated=2, forwards=1)
+    now = 1002.5
+    counted._sum(generated=7)
+    columns = counted.history
+    assert (columns["end"], columns["generated"], columns["steps"]) == (1002, [5, 0], [1, 0])
+    now = 1301.0
+    assert counted.history["generated"] == [0, 7, *[0] * 298]

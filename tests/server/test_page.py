@@ -10,8 +10,6 @@ from typing import Any
 import httpx
 import pytest
 
-from mlxspec.server import metrics
-from mlxspec.server.metrics import Metrics
 from tests.support.browser import shown_document
 from tests.support.serving import running_server
 
@@ -91,19 +89,3 @@ def test_a_server_with_keys_shows_nothing_without_one() -> None:
 def test_the_page_asks_nobody_else_for_anything() -> None:
     assert not re.search(r"//(?!www\.w3\.org/2000/svg)\w|@import|url\(", PAGE)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", PAGE)
-
-
-def test_the_history_has_the_seconds_that_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 1000.0
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now)
-    counted = Metrics()
-    assert counted.history["generated"] == []
-    counted._sum(generated=3, steps=1)
-    now = 1000.9
-    counted._sum(generated=2, forwards=1)
-    now = 1002.5
-    counted._sum(generated=7)
-    columns = counted.history
-    assert (columns["end"], columns["generated"], columns["steps"]) == (1002, [5, 0], [1, 0])
-    now = 1301.0
-    assert counted.history["generated"] == [0, 7, *[0] * 298]
