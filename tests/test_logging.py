@@ -40,7 +40,7 @@ def test_models_costs_and_capabilities_are_logged(
     for context, line in zip((64, 8000), measured, strict=True):
         assert re.fullmatch(rf"measured .* after {context} tokens: {times_in_words}", line)
     assert re.fullmatch(rf"step times are known from {re.escape(str(tmp_path))}/\S*\.json", known)
-    assert verifies.startswith("what the model verifies: tree (branching steps equal")
+    assert verifies.startswith("drafts that the model can verify: tree (branching steps equal")
     assert shares == "how several sequences share forwards: joint"
 
 

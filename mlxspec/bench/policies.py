@@ -171,11 +171,11 @@ def verify(tree: DraftTree, following: Sequence[int], ahead: bool = False) -> Ve
 
 @dataclass(eq=False)
 class Hindsight(Drafter):
-    """Verifies the number of candidates that turns out best, since it knows the output.
+    """An upper bound for planners: it knows the output, and so drafts the best number of tokens.
 
-    The candidates and their order are the planner's. The draft has the first n of them, with the n
-    that emits the most tokens per unit of time. So no planner can be faster with the same
-    candidates. With other candidates, such as those from earlier outputs, one may be.
+    The candidates and their order are the planner's. The draft is the first n of them, where n
+    maximises the tokens emitted per unit of time. So no planner can be faster with the same
+    candidates. A planner with other candidates, such as those from earlier outputs, may be faster.
 
     Args:
         output: the recorded output, as token ids.
@@ -212,9 +212,9 @@ class Hindsight(Drafter):
         self._source.end()
 
     def _best_n_draft(self, right: Sequence[int]) -> int:
-        """The best number of nodes to verify.
+        """The best number of nodes to verify, root excluded.
 
-        It is 0, or the last node is one of ``right``, which are the nodes on the output's path.
+        A best draft is empty or ends with a node of ``right``, the nodes that match the output.
         """
         costs = self.curve.table
         rates = {node: (1 + depth) / costs[1 + node] for depth, node in enumerate(right, start=1)}
@@ -240,11 +240,11 @@ def _from_text(new: Callable[[], Drafter]) -> ReplayPolicy:
 
 
 def planned(memory_tokens: int = 0, other: Callable[[], Drafter] | None = None) -> ReplayPolicy:
-    """A policy of the default decoder.
+    """A policy that drafts as the default decoder does.
 
     Args:
         memory_tokens: the size of its memory of earlier outputs; 0 for no memory.
-        other: makes another drafter to draft from; None for none.
+        other: makes a drafter whose candidates are used as well; None for none.
     """
 
     def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:

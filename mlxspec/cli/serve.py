@@ -209,7 +209,7 @@ def checked(
         the keys, and the host names that requests may use for the server, or None for any.
 
     Raises:
-        OptionError: a value is wrong, or the server would be open to other machines.
+        OptionError: a value is wrong, or other machines could use the server without a key.
     """
     check_one(quiet=options.quiet, log_json=options.log_json)
     apart = options.adapter_path, drafting.head, drafting.draft_model, drafting.store
@@ -221,7 +221,8 @@ def checked(
     for one in options.available:
         if one != ALL and not local_path(one).is_dir():
             raise OptionError(
-                f"--models {one_line(one)}: no such directory; name one that has models, or all"
+                f"--models {one_line(one)}: no such directory; name one with models, or use "
+                "--models all"
             )
     keys = _keys(options.api_key_file, key)
     return keys, _hosts(options.host, options.allowed_hosts, keys)

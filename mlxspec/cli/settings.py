@@ -210,7 +210,7 @@ class SettingsFile:
                 return text
             new = _render(kind, wanted, settings, text)
             if _parse(kind, new) != wanted:
-                raise ValueError("the edit would change other parts of it")
+                raise ValueError("the edit would change other settings")
         except ValueError as error:
             reason = " ".join(str(error).split())
             raise FileError(

@@ -352,7 +352,7 @@ class _MemoryWorker:
             self._publish(segment)
 
     def _let_others_run(self, piece: np.ndarray) -> np.ndarray:
-        """Let other threads run between two pieces of long work; stop it if the process ends."""
+        """Yield to other threads between two pieces of a long task; cancel it if it should stop."""
         if self.hurries:
             raise CancelledError
         time.sleep(0)

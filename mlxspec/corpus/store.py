@@ -246,7 +246,7 @@ def _identity(header: Mapping[str, Any]) -> TokenizerIdentity:
 
 
 def _first(sequences: Iterable[Sequence[int]], vocab_size: int) -> Iterator[bytes]:
-    """The first texts, without duplicates, up to MAX_TOKENS; the last one may be cut."""
+    """Distinct texts, until they reach MAX_TOKENS in total; the last one may be truncated."""
     seen: set[bytes] = set()
     room = MAX_TOKENS * TOKEN_BYTES
     for ids in sequences:

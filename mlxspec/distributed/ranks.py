@@ -222,15 +222,16 @@ class Leader:
     def repeating(
         self, function: Callable[..., Any], *args: Any, result: int | None = None
     ) -> Iterator[None]:
-        """Send a call to the followers; the block runs it here, and interrupts wait for its end.
+        """Have the followers make a call, which the body of the ``with`` makes on this rank.
 
-        A ValueError, such as for a window that cannot be cut, occurs on every rank alike and is
-        left to the caller, as is a LoadError. After any other error, all ranks end.
+        Interrupts are held until the body ends. A ValueError, such as for a window that cannot be
+        cut, occurs on every rank alike and is raised to the caller, as is a LoadError. After any
+        other error, all ranks end.
 
         Args:
             function: a function or class of mlxspec.
-            args: its arguments: objects that can be pickled or have a number.
-            result: the number for its result; None if it is not kept.
+            args: its arguments; each can be pickled, or has a number that the followers know.
+            result: the number under which the followers keep the result; None to discard it.
         """
         with uninterrupted(), self._turn, mx.stream(generation_stream):
             if self._thread != threading.get_ident():

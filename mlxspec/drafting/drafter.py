@@ -528,7 +528,8 @@ def checked_draft(proposed: object, drafter: Drafter, last: int) -> DraftTree:
     if proposed.tokens[0] != last:
         raise MlxspecError(
             f"{name}.propose returned a tree with the root {proposed.tokens[0]}, but the context "
-            f"ends with {last}: keep the last token of the prompt, and then of step.tokens"
+            f"ends with {last}: let the root be the last token of the prompt, or of step.tokens "
+            "after a step"
         )
     return proposed
 

@@ -303,7 +303,7 @@ class Experience:
 
 
 def experience_files() -> list[Path]:
-    """The files of experience, the last written one last."""
+    """The experience files, from the oldest to the newest."""
     found = []
     for path in experience_directory().glob("*.json"):
         with suppress(OSError):

@@ -357,7 +357,7 @@ class ModelSteps:
         return pays if known else None
 
     def plain(self, tokens: int) -> list[float]:
-        """The seconds of each of ``tokens`` pipelined plain steps."""
+        """The times of ``tokens`` pipelined plain steps, in seconds."""
         times: list[float] = []
         while len(times) < tokens:
             seconds, verified = self._step([1] * len(self._sequences), pipelined=True)

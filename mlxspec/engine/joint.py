@@ -414,7 +414,7 @@ def _joined(members: Sequence[ArraysCache]) -> ArraysCache:
 
 
 class SlotCaches:
-    """Stands in for the caches of one layer in slots, in a step with one row per slot.
+    """One layer's caches of all slots, as a single cache for a step with one row per slot.
 
     Args:
         members: the cache of each slot.

@@ -305,7 +305,9 @@ class Target:
             if any(
                 length < cache.offset and not can_be_cut(cache, length) for cache in self.trimmable
             ):
-                raise ValueError(f"positions that are needed after {length} have been dropped")
+                raise ValueError(
+                    f"the cache no longer has all it needs to go back to {length} positions"
+                )
             self.truncate(length)
         except ValueError:
             self.length = length

@@ -95,7 +95,7 @@ class EngineThread:
                 try:
                     method(engine, *args)
                 except Exception:  # no caller waits for the result
-                    _log.exception("a command has failed")
+                    _log.exception("a call queued for an engine has failed")
 
         with suppress(Exception):  # the thread is ending
             self.call(tell)

@@ -70,7 +70,7 @@ class Engine:
         spare: int | None = None,
     ) -> None:
         if max_active < 1:
-            raise OptionError(f"max_active is {max_active}: run at least 1 generation at once")
+            raise OptionError(f"max_active is {max_active}: set it to 1 or more")
         self._decoder = decoder
         self._max_active = max_active
         self.stall = stall

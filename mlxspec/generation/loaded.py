@@ -59,7 +59,7 @@ class LoadedModel:
     def capability(self) -> Capability:
         """Which drafts the model can verify, as a few forwards have shown."""
         capability, reason = examine(self.model)
-        _log.info("what the model verifies: %s (%s)", capability.value, reason)
+        _log.info("drafts that the model can verify: %s (%s)", capability.value, reason)
         return capability
 
     @cached_property

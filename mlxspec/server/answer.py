@@ -390,10 +390,10 @@ class Choice:
 
 
 class ApiAnswer(ABC):
-    """An answer in the form of an API.
+    """An answer in the format of one of the APIs.
 
-    It takes the events of its choices, interleaved in any way, and returns the chunks that a stream
-    sends for them. When all choices have ended, it can also be sent whole.
+    It takes the events of its choices, interleaved in any way, and returns the chunks to stream for
+    them. When all choices have ended, it can also be sent as one response.
 
     Args:
         choices: the choices of all prompts.

@@ -57,9 +57,9 @@ class Metrics:
 
     @property
     def history(self) -> dict[str, Any]:
-        """The sums for each of the last seconds, by figure, for the status page's charts.
+        """For each figure, its sums per second over the last seconds, for the status page's charts.
 
-        ``end`` is the second after the last one.
+        The lists end just before the second ``end``.
         """
         end = int(time.perf_counter())
         known = defaultdict(Count, self._sums.copy())

@@ -120,9 +120,7 @@ class CacheMemory:
 
     @cached_property
     def _measured(self) -> tuple[tuple[int, float], int]:
-        """The result of :func:`forward_memory`, and the bytes of the scores of one row of a
-        step.
-        """
+        """The result of :func:`forward_memory`, and the bytes per row for logits and the like."""
         with mx.stream(generation_stream):
             found = together(forward_memory, self.model, self.options.max_kv_size)
         return found, _SCORES * 4 * vocabulary_size(self.model)

@@ -353,7 +353,7 @@ class Chat:
 
 
 def answer_line(last: GenerationResponse, max_tokens: int) -> str:
-    """The figures of an answer, and why it was cut if it was.
+    """An answer's statistics, and why it was cut off if it was incomplete.
 
     Args:
         last: the answer's last response.

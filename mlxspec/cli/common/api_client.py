@@ -152,7 +152,7 @@ class RemoteModel:
         self.name, self.context_length = next(iter(self._client.models(name).items()))
 
     def others(self) -> list[str]:
-        """The names of the server's models."""
+        """The names of all models on the server, including the current one."""
         return [*self._client.models()]
 
     def tokenize(self, messages: Messages) -> list[int]:
