@@ -174,11 +174,10 @@ class Auto(Drafting):
         experience = decoder.experience if self.memory or self.learns else Experience()
         extra = self.extra() if self.extra else None
         draft_model = extra if isinstance(extra, DraftModelDrafter) else None
-        costs: Costs
         if draft_model:
             # The draft model's forwards add to the steps' times, so these do not show the cost of
             # rows.
-            costs = FixedCosts(decoder.costs.curve, decoder.costs.sync_overhead)
+            costs: Costs = FixedCosts(decoder.costs.curve, decoder.costs.sync_overhead)
         else:
             # The next generation begins with this one's context length and time of the last save.
             costs = decoder.costs = decoder.costs.for_generation()
