@@ -483,10 +483,10 @@ def _rising(costs: Iterable[tuple[float, float]]) -> list[float]:
     for cost, variance in costs:
         groups.append((math.log(cost), 1 / (variance + _LEAST_NOISE) ** 2, 1))
         while len(groups) > 1 and groups[-2][0] > groups[-1][0]:
-            *before, (low, low_weight, n_low), (high, high_weight, n_high) = groups
+            (low, low_weight, n_low), (high, high_weight, n_high) = groups[-2:]
             weight = low_weight + high_weight
             mean = (low * low_weight + high * high_weight) / weight
-            groups = [*before, (mean, weight, n_low + n_high)]
+            groups[-2:] = [(mean, weight, n_low + n_high)]
     return [math.exp(value) for value, _, count in groups for _ in range(count)]
 
 
@@ -675,7 +675,8 @@ def _beside(known: Mapping[int, Sequence[KnownTime]], count: int) -> dict[int, l
     """
     shortest = known[min(known)]
     plain, rows = shortest[0].seconds, [time.rows for time in shortest]
-    curve = CostCurve([(time.rows, time.seconds / plain) for time in shortest])
+    costs = _rising((time.seconds / plain, time.uncertainty**2) for time in shortest[1:])
+    curve = CostCurve([(1, 1.0), *zip(rows[1:], costs, strict=True)])
     widths = sorted({count, *(own for own in rows if own > count), count + WIDEST - 1})
     converted = {}
     for context, times in known.items():

@@ -117,6 +117,12 @@ def costs_at(costs: LiveCosts, context: int) -> float:
     return costs.curve(12)
 
 
+def test_joint_steps_do_not_begin_with_a_cost_that_was_measured_badly():
+    times = ((1, 0.01, 0.02), (2, 0.2, 1.1), (4, 0.02, 0.02), (8, 0.03, 0.02), (32, 0.09, 0.02))
+    curve = LiveCosts({64: [KnownTime(*time) for time in times]}).for_sequences(2).curve
+    assert [curve(rows) for rows in (1, 3, 7)] == pytest.approx([1, 1, 1.5], rel=0.02)
+
+
 def test_sequences_that_share_a_step_attend_to_a_context_each():
     costs = LiveCosts(measured(64, 8000)).for_sequences(4)
     costs.move_to(8000)
