@@ -40,10 +40,9 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Builds wheel and sdist, and tries both in environments of their own; pip fetches the formula's files.
+# Builds wheel and sdist, and tries both in environments of their own.
 packages: $(VENV)/.dev
 	$(BIN)/python .ci/packages.py dist
-	$(BIN)/python .ci/formula.py --check
 
 # The pages, into build/site; `.venv/bin/mkdocs serve` shows them while you write.
 docs: $(VENV)/.dev

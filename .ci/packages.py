@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ONLY_IN_GIT = (".ci/", ".github/", "Formula/", ".gitignore", ".pre-commit-config.yaml")
+ONLY_IN_GIT = (".ci/", ".github/", ".gitignore", ".pre-commit-config.yaml")
 MADE_BY_BUILDING = ("PKG-INFO", "setup.cfg", "mlxspec.egg-info/")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HTTPS_PROXY": "http://127.0.0.1:9", "NO_COLOR": "1"}
 PLATFORMS = {
