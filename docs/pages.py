@@ -1,4 +1,4 @@
-"""What MkDocs needs to know of mlxspec: its docstrings' roles, the curves of chips, and reports.
+"""What MkDocs needs to know of mlxspec: its docstrings' roles and the curves of chips.
 
 MkDocs loads it as a hook, and mkdocstrings as an extension of Griffe, which reads the code.
 """
@@ -6,29 +6,24 @@ MkDocs loads it as a hook, and mkdocstrings as an extension of Griffe, which rea
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from datetime import date
-from itertools import groupby
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import griffe
 
 if TYPE_CHECKING:
-    from mlxspec.bench.submission import BenchReport, CategoryFigures
     from mlxspec.drafting.chips import Chip
 
 _ROOT = Path(__file__).parent.parent
-_REPORTS = _ROOT / "benchmarks" / "reports"
 _SHOWN_ROWS = (2, 4, 8, 16, 32)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the known curves, the chips without one, and reports where a page asks for them."""
+    """Put the known curves and the chips without one where a page asks for them."""
     for mark, made in (
         ("<!-- chips -->", _table_of_chips),
         ("<!-- other chips -->", _table_of_other_chips),
-        ("<!-- reports -->", reports),
     ):
         if mark in markdown:
             markdown = markdown.replace(mark, made())
@@ -69,70 +64,6 @@ def _table_of_other_chips() -> str:
         nearest.setdefault(" and ".join(known), []).append(chip)
     rows = (f"| {', '.join(chips)} | {known} |" for known, chips in nearest.items())
     return "\n".join(["| no curve is known of | the nearest known |", "|---|---|", *rows])
-
-
-def reports(directory: Path = _REPORTS) -> str:
-    """All reports by chip, newest first, of the chip with the newest report first."""
-    from mlxspec.bench.submission import filed_reports
-
-    found = filed_reports(directory)
-    chips = list(dict.fromkeys(report.chip for _, _, report in found))
-    by_chip = sorted(found, key=lambda one: chips.index(one[2].chip))  # keeps the order
-    lines = []
-    if not any(report.machine.system.startswith("macOS") for _, _, report in found):
-        lines = ["**There is no report from a Mac yet.**", ""]
-    for chip, members in groupby(by_chip, lambda one: one[2].chip):
-        lines += [f"### {chip}", ""]
-        for one in members:
-            lines += [*_report(*one), ""]
-    return "\n".join(lines)
-
-
-def _report(day: date, issue: int, report: BenchReport) -> Iterator[str]:
-    """A report: what was measured, the speeds by category, and the costs of rows."""
-    from mlxspec.drafting.chips import ISSUES
-
-    machine, model = report.machine, report.model
-    facts = [
-        f"**{day}, {model.label}**",
-        f"{model.bits_per_weight:g} bits per weight, {model.dtype}",
-        f"with the head {model.head}" if model.head else "",
-        f"{machine.memory_gb} GB, {machine.system}",
-        f"CPU, {machine.cores} cores, BLAS: {machine.blas}" if machine.device == "cpu" else "",
-        f"mlxspec {machine.mlxspec}, mlx {machine.mlx}, mlx-lm {machine.mlx_lm}",
-        machine.mlx_settings or "",
-        f"at most {report.max_tokens} tokens, repeats: {report.repeats}",
-        f"temperature {report.temperature:g}",
-        f"{report.outputs - report.differ} of {report.outputs} outputs equal plain decoding's",
-        "these figures are **rough**" if report.rough else "",
-    ]
-    yield "; ".join(fact.replace("_", r"\_") for fact in facts if fact)
-    yield f"([issue {issue}]({ISSUES}/{issue}))."
-    yield ""
-    every: list[Mapping[str, CategoryFigures]] = [report.decoders, *report.categories.values()]
-    speeds = [["", "all", *report.categories]]
-    for decoder in report.decoders:
-        speeds.append([decoder, *(_speed(of.get(decoder)) for of in every)])
-    chosen = (of.get("auto") for of in every)
-    rows = (f"{of.rows_per_step:.1f}" if of and of.rows_per_step else "–" for of in chosen)
-    yield from _table([*speeds, ["rows per step of auto", *rows]])
-    yield ""
-    costs = [["behind", "plain step", *(f"{rows} rows" for rows in _SHOWN_ROWS)]]
-    for curve in report.curves:
-        known = dict(zip(curve.rows, zip(curve.cost, curve.error, strict=True), strict=True))
-        cells = (
-            f"{known[rows][0]:.2f} ± {known[rows][1]:.0%}" if rows in known else "–"
-            for rows in _SHOWN_ROWS
-        )
-        costs.append([f"{curve.context:,} tokens", f"{curve.plain_ms:.3g} ms", *cells])
-    yield from _table(costs)
-
-
-def _speed(of: CategoryFigures | None) -> str:
-    """Tokens per second, and in brackets the ratio to plain decoding."""
-    if of is None:
-        return "–"
-    return f"{of.tokens_per_second:.3g}" + (f" ({of.speedup:.2f})" if of.speedup else "")
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

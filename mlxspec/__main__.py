@@ -34,7 +34,6 @@ def run(module: str, command: str, name: str) -> None:
         signal.signal(signal.SIGINT, _quit)
     silence_followers()  # if mlx.launch has started several ranks
     start = getattr(import_module(module), command)
-    import_module("mlxspec.cli.settings").apply_mlx_settings()
     run_command = import_module("mlxspec.cli.common.notes").run_command
     signal.signal(signal.SIGINT, usual)
     run_command(start, name)

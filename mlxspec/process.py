@@ -86,23 +86,5 @@ def give_back_large_blocks() -> None:
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
-MLX_VARIABLES = ("MLX_METAL_FAST_SYNCH", "MLX_MAX_MB_PER_BUFFER", "MLX_MAX_OPS_PER_BUFFER")
-"""MLX's tuning variables.
-
-MLX reads each of them once, when it first uses a GPU: the first on Metal only, the others also on
-CUDA.
-"""
-
-
-def variables_in(setting: str) -> dict[str, str]:
-    """The variables in a text such as "NAME=1,OTHER=512"."""
-    return dict(one.split("=") for one in setting.split(",") if one)
-
-
-def mlx_settings() -> str:
-    """The tuning variables that are set, in the form of :func:`variables_in`."""
-    return ",".join(f"{name}={os.environ[name]}" for name in MLX_VARIABLES if name in os.environ)
-
-
 INTERRUPTED = 130
 """The exit status after Ctrl-C: 128 + SIGINT, as in shells."""

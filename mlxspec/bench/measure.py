@@ -41,7 +41,6 @@ from ..models.chat_template import apply_template
 from ..models.heads import Head
 from ..models.model import encode_prompt
 from ..models.model_files import given_name
-from ..process import mlx_settings
 from .prompts import BenchPrompt, Messages, message
 
 NEAR_TIE_FLOAT32 = 1e-4
@@ -342,7 +341,6 @@ _WIDE = 0.25  # the range of a prompt's speed ratios, as a fraction of their med
 
 def machine_facts() -> Report:
     """The machine and the software versions, without the names of host and user."""
-    tuned = mlx_settings()
     return {
         "memory": whole_memory(),
         **machine_identity(),
@@ -350,7 +348,6 @@ def machine_facts() -> Report:
         "python": platform.python_version(),
         "mlxspec": mlxspec.__version__,
         "mlx_lm": version("mlx-lm"),
-        **({"mlx_settings": tuned} if tuned else {}),
     }
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
-import webbrowser
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -18,10 +15,7 @@ from rich.text import Text
 
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
-from ..files import SHARED, check_writable, replaced
-from ..process import MLX_VARIABLES, variables_in
 from ..terminal import one_line
-from .calibrate import measured_curves
 from .common.model_choice import MODEL, model_argument, model_or_default, note_if_demo
 from .common.options import (
     ADAPTERS,
@@ -40,13 +34,11 @@ from .common.options import (
 from .common.output import (
     ProgressBar,
     ReportOptions,
-    at_terminal,
     counted,
     figures_table,
     folding_table,
     ratio,
 )
-from .settings import KEYS, MLX_SETTINGS
 
 if TYPE_CHECKING:
     from ..bench.measure import MakeStream, MeasuredPrompt, Report
@@ -91,18 +83,6 @@ class BenchOptions:
         "--temp T", "Temperature; 0 is greedy. Above 0, mlx-lm is left out.", default=0.0
     )
     seed: int = _measurement("--seed N", "The same seed gives the same outputs.", default=0)
-    mlx_settings: str | None = _measurement(
-        "--mlx-settings NAME=1,…",
-        f"MLX's tuning variables for this run: {', '.join(MLX_VARIABLES)}.",
-        type=KEYS[MLX_SETTINGS],
-    )
-    submit: bool = option_field(
-        "--submit",
-        "Also measure the cost of rows, and write a report. The report is shown, and opened as an "
-        "issue on GitHub if you agree.",
-        default=False,
-        group="Output",
-    )
 
 
 @command("bench", short_help="Compare decoders on MODEL: speed and outputs.")
@@ -121,21 +101,14 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
       mlxspec bench mlx-community/Mistral-7B-Instruct-v0.3-4bit
       mlxspec bench demo --decoder prompt-lookup,mlx-lm --html bench.html
       mlxspec bench MODEL --spec-bench question.jsonl --limit 10
-      mlxspec bench MODEL --submit
 
     In a JSONL file, each line has "prompt", "messages" or "turns", and optionally "category". The
     whole text of any other file is one prompt. Reports contain no prompts, outputs or paths.
-
-    --submit writes a report for the page "Figures" and for "replay --chip". It has the chip,
-    memory, versions, figures, and the model's name if that is a repository. Nothing is sent before
-    you submit the issue in your browser.
     """
     from ..bench.measure import AUTO, BACKENDS, MLX_LM, PLAIN, backends_with
     from ..bench.prompts import bundled_prompts, chosen, limited, read_prompts
     from ..drafting.drafter import load_drafter
 
-    # This must happen before MLX first uses a GPU.
-    os.environ.update(variables_in(asked.mlx_settings or ""))
     # Check what can be checked without a model before a model is loaded or downloaded.
     backends = {PLAIN: BACKENDS[PLAIN], **chosen(asked.decoders, BACKENDS)}
     if asked.temp > 0:
@@ -148,14 +121,6 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
     sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
     prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
     questions = limited(prompts or bundled_prompts(), asked.limit)
-    file = Path(time.strftime("mlxspec-report-%Y%m%d-%H%M%S.json"))
-    if asked.submit:
-        if asked.prompts or asked.drafter or shows.as_json or AUTO not in backends:
-            raise OptionError(
-                "--submit needs the bundled prompts, decoders with auto among them, and tables "
-                "as output: leave out --prompts, --drafter and --json"
-            )
-        check_writable(file)
     note_if_demo(model)
     report = _report(model_or_default(model), asked, backends, questions, sampling)
     shows.show_tables(report, bench_tables(report))
@@ -163,8 +128,6 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
         click.echo(f"Error: {one_line(line)}", err=True)
     if report["wrong"]:
         sys.exit(1)
-    if asked.submit:
-        _submit(file, report)
 
 
 def _report(
@@ -185,9 +148,6 @@ def _report(
     if head is not None and attach_head(head, loaded) is None:
         head = None
     about = model_facts(loaded, model, head)
-    # Measured first, so that the planner knows the costs, and so that the command fails early if
-    # the machine is busy.
-    curves = measured_curves(loaded, about["name"]) if asked.submit else []
     if head is not None:
         with_head = {AUTO: decoding(Auto(head=head)), "auto without head": backends[AUTO]}
         backends = backends | with_head
@@ -218,28 +178,8 @@ def _report(
     }
     if asked.adapter_path is not None:
         about["name"] += f" with adapters {Path(asked.adapter_path).resolve().name}"
-    facts = {"model": about, "machine": machine_facts(), "settings": settings, "curves": curves}
+    facts = {"model": about, "machine": machine_facts(), "settings": settings}
     return bench_report(measured, facts)
-
-
-def _submit(file: Path, report: Report) -> None:
-    """Write and show what will be public, and open the issue if the user agrees."""
-    from ..bench.submission import BenchReport, issue_url
-
-    sent = BenchReport.of(report)
-    with replaced(file, SHARED) as writable:
-        writable.write(sent.text().encode())
-    url = issue_url(sent)
-    click.echo(f"\nThe whole report, also in {file}:\n\n{sent.text()}")
-    if at_terminal() and not click.confirm("Open it as a public issue on GitHub?", err=True):
-        click.echo(f"Nothing was sent. The report stays in {file}.")
-        return
-    if not at_terminal() or not webbrowser.open(url):
-        click.echo(f"To send the report, open this address:\n{url}")
-    click.echo(
-        f"If the form is empty, paste the content of {file}. "
-        "Nothing is sent until you submit the form."
-    )
 
 
 # --- tables ---
@@ -276,7 +216,7 @@ def _heading(model: Report, machine: Report) -> Iterator[str]:
         f"{model['name']}: {model['parameters']:,} parameters, {model['bits_per_weight']} bits "
         f"each in memory, {model['dtype']}{head}"
     )
-    facts = ("chip", "device", "blas", "system", "mlx_settings")
+    facts = ("chip", "device", "blas", "system")
     yield ", ".join(machine[name] for name in facts if name in machine)
     yield (
         f"mlxspec {machine['mlxspec']}, mlx {machine['mlx']}, mlx-lm {machine['mlx_lm']}, "

@@ -58,7 +58,6 @@ def config_command(ctx: click.Context) -> None:
       max-tokens     the default of --max-tokens in generate, explain and chat
       temp           the default of --temp in generate, explain and chat
       system-prompt  the default of --system-prompt in chat
-      mlx-settings   MLX's tuning variables, as NAME=1,OTHER=512
       alias.NAME     the model that NAME stands for, wherever a MODEL is named
 
     The default model is used when a command line names no model. It is the first of these that

@@ -7,12 +7,10 @@ merge settings into a file that the user may edit, too, and leave the rest of it
 from __future__ import annotations
 
 import json
-import os
 import re
 import stat
 import tomllib
 from collections.abc import MutableMapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,8 @@ from typing import Any
 import click
 import platformdirs
 
-from ..errors import FileError, MlxspecError, OptionError
+from ..errors import FileError, OptionError
 from ..files import SHARED, directory_in, replaced
-from ..process import MLX_VARIABLES, variables_in
 
 # --- the user's settings ---
 
@@ -32,22 +29,9 @@ ENVIRONMENT_VARIABLE = "MLXSPEC_CONFIG_DIR"
 MODEL_VARIABLE = "MLXSPEC_MODEL"
 """The environment variable that names the default model; it overrides the file."""
 
-MODEL, ALIAS, MLX_SETTINGS = "model", "alias", "mlx-settings"
+MODEL, ALIAS = "model", "alias"
 ALIAS_PREFIX = f"{ALIAS}."
 _ALIAS_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-
-
-_VARIABLES = re.compile(rf"(({'|'.join(MLX_VARIABLES)})=[1-9][0-9]{{0,5}}(,(?=.)|$))+")
-
-
-def _variables(value: str) -> str:
-    """Check a value of :data:`MLX_SETTINGS`."""
-    if not _VARIABLES.fullmatch(value):
-        raise click.BadParameter(
-            f"set any of {', '.join(MLX_VARIABLES)} to whole numbers of 1 or more, in the form "
-            "NAME=1,OTHER=512"
-        )
-    return value
 
 
 KEYS: dict[str, click.ParamType] = {
@@ -55,7 +39,6 @@ KEYS: dict[str, click.ParamType] = {
     "max-tokens": click.IntRange(1),
     "temp": click.FloatRange(0),
     "system-prompt": click.STRING,
-    MLX_SETTINGS: click.types.FuncParamType(_variables),
 }
 """All settings except aliases, with their types."""
 
@@ -125,16 +108,6 @@ def defaults_of(command: str) -> dict[str, Any]:
     config = load_config()
     names = [name for name in _DEFAULTS.get(command, ()) if name in config]
     return {name.replace("-", "_"): config[name] for name in names}
-
-
-def apply_mlx_settings() -> None:
-    """Put MLX's tuning variables from the settings into the environment, unless they are set there.
-
-    This must happen before MLX first uses a GPU.
-    """
-    with suppress(MlxspecError):  # the command itself reports it
-        for name, value in variables_in(load_config().get(MLX_SETTINGS, "")).items():
-            os.environ.setdefault(name, value)
 
 
 def checked(name: str, value: object) -> Any:

@@ -1,7 +1,6 @@
 """The cost curves of chips, measured or estimated.
 
-``chips.json`` has the built-in curves, with the source of each. ``reported_chips.json`` has the
-curves that users have submitted; it is made from ``benchmarks/reports``.
+``chips.json`` has them, with the source of each.
 """
 
 from __future__ import annotations
@@ -19,10 +18,6 @@ from .costs import CostCurve
 
 ESTIMATED = "≈"
 """The mark for estimates."""
-
-ISSUES = "https://github.com/mlxspec/mlxspec/issues"
-REPORT_FORM = f"{ISSUES}/new?template=bench-report.yml"
-"""The address where users submit the figures of their machines."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +75,7 @@ def known_chip(name: str) -> Chip:
             choice = f"the nearest known chips are {' and '.join(nearest)}"
     raise OptionError(
         f"no cost curve for the chip {name!r}: {choice}; on a machine with that chip, mlxspec "
-        "calibrate MODEL --json > curve.json measures a curve for --curve curve.json, and mlxspec "
-        "bench MODEL --submit sends one for the next version"
+        "calibrate MODEL --json > curve.json measures a curve for --curve curve.json"
     )
 
 
@@ -92,18 +86,7 @@ def _plain(name: str) -> str:
 
 @cache
 def _known() -> dict[str, dict[str, Any]]:
-    known, reported = (
-        json.loads(files(__package__).joinpath(name).read_text(encoding="utf-8"))
-        for name in ("chips.json", "reported_chips.json")
+    known: dict[str, dict[str, Any]] = json.loads(
+        files(__package__).joinpath("chips.json").read_text(encoding="utf-8")
     )
-    return _with_reports(known, reported)
-
-
-def _with_reports(known: dict[str, Any], reported: dict[str, Any]) -> dict[str, Any]:
-    """Add reported chips. A built-in curve is not replaced by a reported one, since published
-    figures rest on it.
-    """
-    chips: dict[str, Any] = known["chips"]
-    named = {f"{name} reported" if name in chips else name: of for name, of in reported.items()}
-    nearest = {name: of for name, of in known["nearest"].items() if name not in named}
-    return {"chips": chips | named, "nearest": nearest}
+    return known

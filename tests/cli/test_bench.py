@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,16 +139,6 @@ def test_a_bad_option_is_one_line_before_a_model_is_loaded(
     assert result.stderr.startswith("Error: ")
     assert complaint in result.stderr
     assert result.stderr.count("\n") == 1
-
-
-def test_mlx_s_variables_are_set_before_the_model_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("MLX_MAX_OPS_PER_BUFFER", "1")
-    wrong = bench("no/such/model/at/all", "--mlx-settings", "MLX_RANK=1")
-    assert "set any of" in wrong.stderr
-    bench("no/such/model/at/all", "--mlx-settings", "MLX_MAX_OPS_PER_BUFFER=100")
-    assert os.environ["MLX_MAX_OPS_PER_BUFFER"] == "100"
 
 
 def test_a_drafter_of_ones_own_takes_part_alone_and_with_auto(endless: Path, prompts: Path) -> None:

@@ -56,7 +56,7 @@ def completed(*words: str) -> list[str]:
         (("replay", "--decoder", "auto,vl"), ["auto,vllm"]),
         (("bench", "--decoder", ""), list(BACKENDS)),
         (("bench", "--decoder", "plain,p"), ["plain,prompt-lookup"]),
-        (("config", "set", "m"), ["model", "max-tokens", "mlx-settings"]),
+        (("config", "set", "m"), ["model", "max-tokens"]),
         (("config", "set", "model", "fa"), ["fast"]),
         (("config", "unset", "a"), ["alias."]),
         (("completion", ""), ["bash", "zsh", "fish"]),

@@ -1,17 +1,12 @@
 """``mlxspec config``, and what the other commands make of it."""
 
 import json
-import os
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 import mlxspec
-from mlxspec.cli.settings import apply_mlx_settings
-from mlxspec.process import mlx_settings
 from tests.support.command_line import run
 
 REPOSITORY = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
@@ -80,9 +75,6 @@ def test_comments_stay_and_a_directory_is_found_from_everywhere(file: Path, tmp_
         (("set", "max-tokens", "many"), "max-tokens is 'many': 'many' is not a valid integer"),
         (("set", "max-tokens", "0"), "max-tokens is '0': 0 is not in the range x>=1"),
         (("set", "temp", "-1"), "temp is '-1': -1.0 is not in the range x>=0"),
-        (("set", "mlx-settings", "MLX_RANK=1"), "mlx-settings is 'MLX_RANK=1': set any of"),
-        (("set", "mlx-settings", "MLX_METAL_FAST_SYNCH=0"), "whole numbers of 1 or more"),
-        (("set", "mlx-settings", "MLX_METAL_FAST_SYNCH=1,"), "mlx-settings is"),
         (("set", "alias.a/b", REPOSITORY), "alias.a/b: use only letters"),
         (("set", "alias.", REPOSITORY), "alias.: use only letters"),
     ],
@@ -112,7 +104,6 @@ def test_an_alias_of_another_one_stands_for_its_model():
         (b"modle = 'x'\n", "unknown setting 'modle'"),
         (b"max-tokens = [1]\n", "max-tokens is [1]: "),
         (b"alias = 'x'\n", "unknown setting 'alias'"),
-        (b"mlx-settings = 'a=1'\n", "mlx-settings is 'a=1': set any of"),
         (b"[alias]\n'a/b' = 'demo'\n", "alias.a/b: use only letters"),
     ],
 )
@@ -164,33 +155,3 @@ def test_a_system_prompt_that_is_set_is_that_of_chat():
     assert "Briefly." not in run("chat", "--help").stdout
     run("config", "set", "system-prompt", "Briefly.")
     assert "[default: Briefly.]" in " ".join(run("chat", "--help").stdout.split())
-
-
-SETTING = "MLX_MAX_MB_PER_BUFFER=512,MLX_MAX_OPS_PER_BUFFER=100"
-
-
-def test_mlx_s_settings_are_in_the_environment_which_overrides_them(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    assert run("config", "set", "mlx-settings", SETTING).stdout == f"mlx-settings: {SETTING}\n"
-    assert f"mlx-settings  {SETTING}" in run("config").stdout
-    monkeypatch.setattr("os.environ", {**os.environ, "MLX_MAX_OPS_PER_BUFFER": "7"})
-    apply_mlx_settings()
-    assert os.environ["MLX_MAX_MB_PER_BUFFER"] == "512"
-    assert os.environ["MLX_MAX_OPS_PER_BUFFER"] == "7"
-    assert mlx_settings() == "MLX_MAX_MB_PER_BUFFER=512,MLX_MAX_OPS_PER_BUFFER=7"
-
-
-def test_every_command_has_mlx_s_settings_before_it_loads_mlx():
-    run("config", "set", "mlx-settings", SETTING)
-    code = (
-        "import os, sys\n"
-        f"sys.path.insert(0, {str(ROOT)!r})\n"
-        "from mlxspec.__main__ import run\n"
-        "import mlxspec.cli.common.notes as notes\n"
-        "notes.run_command = lambda *_: print(\n"
-        "    os.environ.get('MLX_MAX_MB_PER_BUFFER'), 'mlx.core' in sys.modules)\n"
-        "run('mlxspec.cli.generate', 'generate_command', 'decoder.py')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "512 False\n", done.stderr

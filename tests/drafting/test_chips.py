@@ -64,7 +64,6 @@ def test_a_chip_without_a_curve_has_the_nearest_of_its_family_named(
     assert f"{name!r}: the nearest known chips are {nearest[0]} and " in message
     assert "mlxspec calibrate MODEL --json" in message
     assert "--curve" in message
-    assert "mlxspec bench MODEL --submit" in message
 
 
 def test_what_is_no_chip_of_apple_s_has_all_curves_named() -> None:
