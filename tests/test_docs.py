@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import plistlib
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,3 +112,26 @@ def test_make_says_what_takes_its_time() -> None:
         said, _, command = recipe.partition(" pip install ")
         assert '@echo "' in said
         assert "-q" not in command.split()
+
+
+def service_file(language: str) -> str:
+    """The one block in this language on the page about services."""
+    page = (ROOT / "docs" / "service.md").read_text()
+    (block,) = re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return block
+
+
+def test_launchd_s_file_is_a_property_list() -> None:
+    agent = plistlib.loads(service_file("xml").encode())
+    assert agent["ProgramArguments"][1] == "serve"
+    assert agent["KeepAlive"] == {"SuccessfulExit": False}
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_accepts_its_file(tmp_path: Path) -> None:
+    unit = tmp_path / "mlxspec.service"
+    unit.write_text(service_file("ini").replace("%h/.local/bin/mlxspec", sys.executable))
+    verify = ["systemd-analyze", "verify", "--user", "--man=no", unit]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run(verify, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

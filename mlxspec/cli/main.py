@@ -17,7 +17,7 @@ _COMMANDS = {
     "Models": ("models", "convert", "inspect"),
     "Speed": ("bench", "calibrate", "explain", "replay"),
     "Drafts": ("memory", "store"),
-    "Set up": ("config", "connect", "service", "completion", "help"),
+    "Set up": ("config", "connect", "completion", "help"),
 }
 """Subcommands by their headings in the help."""
 
