@@ -16,6 +16,7 @@ import mlx_lm
 import pytest
 
 import mlxspec
+from mlxspec import PromptLookupDecoder
 from mlxspec.server.served_model import ServedModel
 from tests.server.test_endpoints import PIECES, scripted_caller
 from tests.support.demo import FLAT, demo, demo_decoder, given_costs
@@ -107,6 +108,17 @@ def test_batch(run: Run) -> None:
     model, tokenizer = variables["model"], variables["tokenizer"]
     alone = [mlx_lm.generate(model, tokenizer, p, max_tokens=100) for p in variables["prompts"]]
     assert variables["answers"].texts == alone
+
+
+def test_from_scratch(run: Run) -> None:
+    printed, variables = run("from_scratch")
+    decoder = PromptLookupDecoder(demo().model, demo().tokenizer)
+    options = {"n_draft": variables["N_DRAFT"], "ngram_max": variables["NGRAM_MAX"]}
+    *found, end = decoder.stream(variables["PROMPT"], max_tokens=200, **options)
+    assert variables["output"] == [(response.token, response.from_draft) for response in found]
+    assert end.finish_reason == "stop"
+    text = "".join(one.text for one in found).lstrip()  # mlx-lm drops the first space
+    assert re.sub(r"\x1b\[\d+m", "", printed).startswith(f"{text}\n")
 
 
 def test_own_drafter(run: Run) -> None:
