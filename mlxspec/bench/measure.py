@@ -269,11 +269,13 @@ def measure(
     max_tokens: int,
     repeats: int,
     sampling: SamplingParams,
+    on_answer: Callable[[], object] = lambda: None,
 ) -> Iterator[MeasuredPrompt]:
     """Measure backends on prompts, one answer at a time.
 
     To warm up, each backend first answers the first prompt once without being measured. A prompt's
-    follow-ups are left out from where the conversation exceeds the model's context.
+    follow-ups are left out from where the conversation exceeds the model's context. If Ctrl-C comes
+    during the first prompt, its complete repeats are yielded before the exception is raised.
 
     Args:
         model, tokenizer: as :func:`mlxspec.load` returns them.
@@ -282,20 +284,37 @@ def measure(
         max_tokens: the most tokens of an answer.
         repeats: how many times each backend answers each prompt.
         sampling: how the target picks tokens.
+        on_answer: called after each answer, also while warming up.
 
     Raises:
         PromptError: the model's chat template refuses a prompt.
     """
     backends = {name: make(model, tokenizer) for name, make in makers.items()}
     longest = context_length(model)
-    is_warm = False
+    is_first = True
 
-    def take_turns(tokens: list[int], repeats: int) -> dict[str, list[TimedRun]]:
-        runs: dict[str, list[TimedRun]] = {name: [] for name in backends}
+    def take_turns(tokens: list[int], repeats: int) -> Iterator[dict[str, TimedRun]]:
         for repeat in range(repeats):
-            for name in in_turn([*runs], repeat):
-                runs[name].append(run(backends[name], tokens, max_tokens, sampling))
-        return runs
+            runs = {}
+            for name in in_turn([*backends], repeat):
+                runs[name] = run(backends[name], tokens, max_tokens, sampling)
+                on_answer()
+            yield runs
+
+    def compared(
+        category: str, tokens: list[int], turns: Sequence[dict[str, TimedRun]]
+    ) -> MeasuredPrompt:
+        runs = {name: [turn[name] for turn in turns] for name in backends}
+        expected = runs[PLAIN][0].tokens
+        differences = {
+            name: [
+                difference
+                for output in dict.fromkeys(one.tokens for one in own)
+                if (difference := first_difference(model, tokens, expected, output, sampling))
+            ]
+            for name, own in runs.items()
+        }
+        return MeasuredPrompt(category, runs, differences)
 
     for prompt in prompts:
         messages = list(prompt.messages)
@@ -303,22 +322,19 @@ def measure(
             tokens = _encoded(tokenizer, messages, prompt.raw)
             if longest is not None and len(tokens) > longest:
                 break
-            if not is_warm:
-                take_turns(tokens, 1)
-                is_warm = True
-            runs = take_turns(tokens, repeats)
-            expected = runs[PLAIN][0].tokens
-            differences = {
-                name: [
-                    difference
-                    for output in dict.fromkeys(one.tokens for one in own)
-                    if (difference := first_difference(model, tokens, expected, output, sampling))
-                ]
-                for name, own in runs.items()
-            }
-            yield MeasuredPrompt(prompt.category, runs, differences)
+            turns: list[dict[str, TimedRun]] = []
+            try:
+                if is_first:
+                    list(take_turns(tokens, 1))  # to warm up
+                turns.extend(take_turns(tokens, repeats))
+            except KeyboardInterrupt:
+                if is_first and turns:
+                    yield compared(prompt.category, tokens, turns)
+                raise
+            is_first = False
+            yield compared(prompt.category, tokens, turns)
             if question is not None:
-                answer = runs[PLAIN][0].text.strip()
+                answer = turns[0][PLAIN].text.strip()
                 messages = [*messages, message("assistant", answer), message("user", question)]
 
 
@@ -390,7 +406,8 @@ def bench_report(prompts: Sequence[MeasuredPrompt], facts: Report) -> Report:
 
     Returns:
         ``decoders``: each backend's figures over all prompts (see :func:`figures`). Its overall
-        speed-up is the geometric mean of its speed-ups in the categories. ``categories``: each
+        speed-up is the geometric mean of its speed-ups in the categories, and ``lowest`` and
+        ``highest`` are those of single repeats (see :func:`_spread`). ``categories``: each
         backend's figures in each category. ``exactness``: how many ``outputs`` were compared with
         plain decoding's (one for each prompt and each backend except plain), how many ``differ``,
         and the largest margin where they do. ``wrong``: a sentence for each difference that is not
@@ -408,6 +425,7 @@ def bench_report(prompts: Sequence[MeasuredPrompt], facts: Report) -> Report:
         for ratio in ("speedup", "vs_mlx_lm"):  # each category has the same weight
             values = [of["decoders"][name][ratio] for of in categories.values()]
             entry[ratio] = None if None in values else geometric_mean(values)
+        entry["lowest"], entry["highest"] = _spread([*grouped.values()], name, entry["speedup"])
     return {
         **facts,
         "rough": noise_warning(prompts),
@@ -463,6 +481,24 @@ def _ratio(prompts: Sequence[MeasuredPrompt], name: str, base: str) -> float | N
     return geometric_mean(median(_ratios(prompt, name, base)) for prompt in prompts)
 
 
+def _spread(
+    categories: Sequence[Sequence[MeasuredPrompt]], name: str, speedup: float | None
+) -> tuple[float | None, float | None]:
+    """The lowest and the highest speed-up over all prompts in single repeats.
+
+    Medians of prompts may all be from good repeats, so the range is widened to include ``speedup``.
+    """
+    if speedup is None:
+        return None, None
+    by_category = [
+        [geometric_mean(repeat) for repeat in zip(*ratios, strict=True)]
+        for members in categories
+        for ratios in [[_ratios(prompt, name, PLAIN) for prompt in members]]
+    ]
+    found = [speedup, *map(geometric_mean, zip(*by_category, strict=True))]
+    return min(found), max(found)
+
+
 def noise_warning(prompts: Sequence[MeasuredPrompt]) -> str | None:
     """One sentence on why the figures are noisy; None if they are not."""
     ratios = ([_ratios(prompt, name, PLAIN) for prompt in prompts] for name in prompts[0].runs)
@@ -515,10 +551,27 @@ def exactness(report: Report) -> str:
 
 
 def verdict(report: Report) -> str:
-    """A sentence that says which backend is fastest."""
-    decoders = report["decoders"].items()
-    speeds = {name: of["speedup"] for name, of in decoders if of["speedup"] is not None}
-    if len(speeds) < 2:
+    """A sentence that says which backend is fastest, if that is beyond the repeats' scatter."""
+    found = {name: of for name, of in report["decoders"].items() if of["speedup"] is not None}
+    if len(found) < 2:
         return "No speed-up is given: no two decoders had the same output."
-    best = max(speeds, key=speeds.__getitem__)
-    return f"{best} is fastest: {speeds[best]:.2f} times the speed of {PLAIN}."
+    best = max(found, key=lambda name: float(found[name]["speedup"]))
+    speed = f"{found[best]['speedup']:.2f} times the speed of {PLAIN}"
+    if report["settings"]["repeats"] < 2:
+        return f"{shown(best)} had {speed} in one repeat, which shows no scatter."
+    equal = [
+        shown(name)
+        for name, of in found.items()
+        if name != best and of["highest"] >= found[best]["lowest"]
+    ]
+    if equal:
+        return (
+            f"{shown(best)} had {speed}; within the scatter of the repeats, {' and '.join(equal)} "
+            f"had as much."
+        )
+    return f"{shown(best)} is fastest: {speed}."
+
+
+def shown(name: str) -> str:
+    """A backend's name in tables and sentences."""
+    return f"{name} (default)" if name == AUTO else name

@@ -354,12 +354,21 @@ def compare(
 
 
 def verdict(comparison: Comparison) -> Iterator[str]:
-    """A sentence per chip on which policy wins there; plain decoding wins if no policy gains."""
+    """A sentence per chip on which policy wins there; plain decoding wins if no policy gains.
+
+    A single policy has nothing to win against, so its sentence gives only its speed.
+    """
     for chip, reports in comparison.items():
         # With several outputs at once, plain decoding means plain batching.
         gains: dict[str, float] = {"plain decoding": 1.0}
         for name, report in reports.items():
             if name != HINDSIGHT:
                 gains[name] = report.get("over_plain_batching") or report["speedup"]
+        if len(gains) == 2:
+            (_, only) = gains
+            plain = "batching" if "over_plain_batching" in reports[only] else "decoding"
+            yield f"On {chip}, {only} has {gains[only]:.2f} times the speed of plain {plain}."
+        if len(gains) < 3:
+            continue
         best = max(gains, key=gains.__getitem__)
         yield f"{best} wins on {chip} ({gains[best]:.2f}×)."

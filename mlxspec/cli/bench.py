@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import RenderableType
+from rich.progress import MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from ..engine.params import SamplingParams
 from ..errors import OptionError, PromptError
+from ..process import INTERRUPTED
 from ..terminal import one_line
 from .common.model_choice import MODEL, model_argument, model_or_default, note_if_demo
 from .common.options import (
@@ -38,6 +41,7 @@ from .common.output import (
     figures_table,
     folding_table,
     ratio,
+    waiting_bar,
 )
 
 if TYPE_CHECKING:
@@ -94,7 +98,8 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
 
     They take turns on the same prompts in one process. Outputs are compared token by token. If a
     decoder's outputs differ by more than near ties, it gets no overall speed-up, and the exit
-    status is 1. With a trained head, auto is also measured without the head.
+    status is 1. With a trained head, auto is also measured without the head. Ctrl-C ends the
+    measurement and shows what is known by then.
 
     \b
     Examples:
@@ -128,6 +133,8 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
         click.echo(f"Error: {one_line(line)}", err=True)
     if report["wrong"]:
         sys.exit(1)
+    if report["settings"]["interrupted"]:
+        sys.exit(INTERRUPTED)
 
 
 def _report(
@@ -144,7 +151,8 @@ def _report(
     from ..models.heads.loading import load_with_head
 
     wanted = False if asked.no_head or AUTO not in backends else asked.head
-    loaded, tokenizer, head = load_with_head(model, wanted, asked.adapter_path)
+    with waiting_bar("Loading"):
+        loaded, tokenizer, head = load_with_head(model, wanted, asked.adapter_path)
     if head is not None and attach_head(head, loaded) is None:
         head = None
     about = model_facts(loaded, model, head)
@@ -152,27 +160,36 @@ def _report(
         with_head = {AUTO: decoding(Auto(head=head)), "auto without head": backends[AUTO]}
         backends = backends | with_head
     measured: list[MeasuredPrompt] = []
-    answers = sum(1 + len(prompt.follow_ups) for prompt in questions)
-    with ProgressBar("Taking turns") as on_progress:
-        on_progress(0.0)
-        for prompt in measure(
-            loaded,
-            tokenizer,
-            backends,
-            questions,
-            max_tokens=asked.max_tokens,
-            repeats=asked.repeats,
-            sampling=sampling,
-        ):
-            measured.append(prompt)
-            on_progress(len(measured) / answers)
+    turns = sum(1 + len(prompt.follow_ups) for prompt in questions)
+    answers = (1 + turns * asked.repeats) * len(backends)  # one of each backend warms up
+    done, interrupted = itertools.count(1), False
+    figures = MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn()
+    with ProgressBar("Answers", *figures) as on_progress:
+        on_progress(0, answers)
+        try:
+            for prompt in measure(
+                loaded,
+                tokenizer,
+                backends,
+                questions,
+                max_tokens=asked.max_tokens,
+                repeats=asked.repeats,
+                sampling=sampling,
+                on_answer=lambda: on_progress(next(done), answers),
+            ):
+                measured.append(prompt)
+        except KeyboardInterrupt:
+            if not measured:
+                raise
+            interrupted = True
     if not measured:
         raise PromptError("every prompt is longer than the model's context: use shorter ones")
     settings = {
         "prompts": len(measured),
-        "prompts_too_long": answers - len(measured),
+        "prompts_too_long": 0 if interrupted else turns - len(measured),
+        "interrupted": interrupted,
         "max_tokens": asked.max_tokens,
-        "repeats": asked.repeats,
+        "repeats": min(len(runs) for runs in measured[0].runs.values()),
         "temperature": asked.temp,
         "seed": asked.seed,
     }
@@ -185,15 +202,18 @@ def _report(
 # --- tables ---
 
 
-_FIGURES = ("speedup", "vs_mlx_lm", "tokens_per_step", "rows_per_step", "acceptance_rate")
+_FIGURES = (
+    *("speedup", "lowest", "highest", "vs_mlx_lm"),
+    *("tokens_per_step", "rows_per_step", "acceptance_rate"),
+)
 
 
 def bench_tables(report: Report) -> Iterator[RenderableType]:
     """The report's tables and lines: speeds, how exact the outputs are, the fastest decoder."""
-    from ..bench.measure import exactness, verdict
+    from ..bench.measure import exactness, shown, verdict
 
     yield from map(one_line, _heading(report["model"], report["machine"]))
-    decoders = report["decoders"]
+    decoders = {shown(name): of for name, of in report["decoders"].items()}
     caption = "tokens/s without prefill, and the speed relative to plain decoding"
     table = folding_table("category", "prompts", *decoders, caption=caption)
     for category, entry in report["categories"].items():
@@ -201,7 +221,10 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
         cells = (f"{of['tokens_per_second']:.1f}  {ratio(of['speedup'])}" for of in speeds)
         table.add_row(one_line(category), str(entry["prompts"]), *cells)
     yield table
-    yield figures_table("all", decoders, _FIGURES, "speed-ups: geometric means over categories")
+    caption = "speed-ups: geometric means over categories; lowest, highest: of single repeats"
+    yield figures_table("all", decoders, _FIGURES, caption)
+    if report["settings"].get("interrupted"):
+        yield f"interrupted after {counted(report['settings']['prompts'], 'prompt')}"
     if skipped := report["settings"].get("prompts_too_long"):
         yield f"{counted(skipped, 'prompt')} left out: longer than the model's context"
     yield exactness(report)

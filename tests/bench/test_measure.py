@@ -106,6 +106,26 @@ def test_only_the_first_prompt_warms_up(endless: tuple) -> None:
     assert len(log) == 3
 
 
+def test_every_answer_is_told_and_ctrl_c_keeps_the_first_prompt_s_complete_repeats(
+    endless: tuple,
+) -> None:
+    others = {name: Scripted(ManualClock(), [3], [1] * 9) for name in ("plain", "b")}
+    told: list[int] = []
+
+    def on_answer() -> None:
+        told.append(len(told))
+        if len(told) == 7:
+            raise KeyboardInterrupt
+
+    settings = {"max_tokens": 1, "repeats": 3, "sampling": SamplingParams()}
+    answers = measure(*endless, others, [QUESTION], **settings, on_answer=on_answer)
+    measured = next(answers)
+    # Two answers warm up, and the third repeat lacks one.
+    assert {name: len(runs) for name, runs in measured.runs.items()} == {"plain": 2, "b": 2}
+    with pytest.raises(KeyboardInterrupt):
+        next(answers)
+
+
 def test_mlx_lm_s_prefill_ends_before_its_first_token_is_computed(endless: tuple) -> None:
     reports: list[tuple[int, int]] = []
     responses = BACKENDS["mlx-lm"](*endless)(

@@ -181,12 +181,15 @@ def test_speeds_are_against_one_plain_sequence() -> None:
     assert (report["tokens"], report["completions"]) == (8, 2)
     assert (report["tokens_per_step"], report["rows_per_step"]) == (4, 4)
     assert report["sequences_per_step"] == 2
-    assert [*verdict({"mine": {"auto": report}})] == ["auto wins on mine (1.25×)."]
+    speeds = {"mine": {"auto": report}}
+    assert [*verdict(speeds)] == ["On mine, auto has 1.25 times the speed of plain batching."]
+    speeds["mine"]["vllm"] = {**report, "over_plain_batching": 1.1}
+    assert [*verdict(speeds)] == ["auto wins on mine (1.25×)."]
 
 
 def test_where_drafts_gain_nothing_the_verdict_says_so() -> None:
     work = outputs(list(range(2, 40)), list(range(50, 90)))
-    reports = compare(work, b"", chosen(AUTO, POLICIES), {"s": STEEP}, 2)
+    reports = compare(work, b"", chosen("auto,vllm", POLICIES), {"s": STEEP}, 2)
     assert [*verdict(reports)] == ["plain decoding wins on s (1.00×)."]
 
 

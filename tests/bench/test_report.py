@@ -72,7 +72,48 @@ def test_speeds_are_against_plain_decoding_and_mlx_lm() -> None:
     rates = {"plain": [10.0], "mlx-lm": [20.0], "fast": [40.0]}
     result = report(measured(rates))
     assert result["decoders"]["fast"]["vs_mlx_lm"] == pytest.approx(2)
+    result = report(measured({name: of * 2 for name, of in rates.items()}))
     assert verdict(result) == "fast is fastest: 4.00 times the speed of plain."
+
+
+def test_the_spread_is_that_of_the_repeats_speed_ups() -> None:
+    result = report(
+        measured({"plain": [10, 10], "fast": [20, 30]}, "code"),
+        measured({"plain": [10, 20], "fast": [80, 120]}, "code"),
+        measured({"plain": [10, 10], "fast": [10, 40]}, "talk"),
+    )
+    fast = result["decoders"]["fast"]
+    # The first repeat has √(2 × 8) in code and 1 in talk, the second √(3 × 6) and 4.
+    assert fast["lowest"] == pytest.approx(2)
+    assert fast["highest"] == pytest.approx(math.sqrt(math.sqrt(18) * 4))
+    assert [result["decoders"]["plain"][name] for name in ("lowest", "highest")] == [1, 1]
+
+
+def test_nothing_is_fastest_within_the_scatter() -> None:
+    rates = {"plain": [10, 10, 10], "auto": [20, 22, 21], "lookup": [19, 20, 20], "wide": [8, 8, 8]}
+    assert verdict(report(measured(rates))) == (
+        "auto (default) had 2.10 times the speed of plain; within the scatter of the repeats, "
+        "lookup had as much."
+    )
+    rates["lookup"] = [19, 19.9, 19]
+    assert verdict(report(measured(rates))) == (
+        "auto (default) is fastest: 2.10 times the speed of plain."
+    )
+    slower = {"plain": [10, 10], "auto": [11, 8]}
+    assert verdict(report(measured(slower))) == (
+        "plain had 1.00 times the speed of plain; within the scatter of the repeats, "
+        "auto (default) had as much."
+    )
+
+
+def test_one_repeat_shows_no_scatter() -> None:
+    result = bench_report(
+        [measured({"plain": [10], "auto": [20]})],
+        FACTS | {"settings": {"max_tokens": 10, "repeats": 1}},
+    )
+    assert verdict(result) == (
+        "auto (default) had 2.00 times the speed of plain in one repeat, which shows no scatter."
+    )
 
 
 def test_one_wrong_output_takes_its_category_s_speedup_and_that_over_all() -> None:

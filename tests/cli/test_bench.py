@@ -94,6 +94,29 @@ def test_a_wrong_output_is_told_and_gets_no_speedup(
     assert "×" not in row
 
 
+def test_ctrl_c_shows_what_is_known(
+    endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(model: object, tokenizer: object) -> Stream:
+        plain = BACKENDS[PLAIN](model, tokenizer)  # type: ignore[arg-type]
+        answers = iter(range(2))  # one to warm up, and the first prompt's
+
+        def stream(prompt: list[int], **options: object) -> Iterator[object]:
+            if next(answers, None) is None:
+                raise KeyboardInterrupt
+            return plain(prompt, **options)
+
+        return stream  # type: ignore[return-value]
+
+    monkeypatch.setitem(BACKENDS, "stopped", stopped)
+    result = bench(endless, "--prompts", prompts, *QUICK, "--decoder", "stopped")
+    assert result.exit_code == 130
+    assert "say" in result.stdout
+    assert "go on" not in result.stdout
+    assert "interrupted after 1 prompt\n" in result.stdout
+    assert "left out" not in result.stdout
+
+
 def test_at_a_temperature_mlx_lm_is_left_out(endless: Path, prompts: Path) -> None:
     asked = ("--decoder", "mlx-lm,prompt-lookup", "--temp", 0.7, "--json")
     result = bench(endless, "--prompts", prompts, *QUICK, *asked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from threading import Event
 
 import pytest
 from rich.console import Console
@@ -17,6 +18,7 @@ from mlxspec.cli.common.output import (
     folding_table,
     output_console,
     print_tables,
+    told_if_slow,
 )
 
 ROWS = [("copy a long text", "3", "1.59× (worst)"), ("free", "12", "1.00×")]
@@ -161,3 +163,31 @@ def test_a_note_appears_above_a_bar_and_not_on_its_line():
     before, found, _ = file.getvalue().partition("Note: the machine is busy")
     assert found
     assert before.endswith("\r\x1b[2K")  # the bar's line is erased first
+
+
+def test_a_note_breaks_between_words_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr("mlxspec.cli.common.notes.columns_of", lambda _: 40)
+    note("there is no directory /a/path/of/more/than/forty/characters/in/all: name another one")
+    assert stream.getvalue().splitlines() == [
+        "Note: there is no directory",
+        "/a/path/of/more/than/forty/characters/in/all:",
+        "name another one",
+    ]
+
+
+def test_slow_work_is_told_once_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with told_if_slow("Examining the model"):
+        pass
+    assert capsys.readouterr().err == ""
+    told, said = Event(), list[str]()
+    monkeypatch.setattr("mlxspec.cli.common.output._PATIENCE", 0)
+    monkeypatch.setattr(
+        "mlxspec.cli.common.output.note", lambda text: (said.append(text), told.set())
+    )
+    with told_if_slow("Examining the model"):
+        told.wait()
+    assert said == ["examining the model …"]

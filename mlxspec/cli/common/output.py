@@ -6,9 +6,11 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Timer
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -29,7 +31,7 @@ from rich.table import Table
 from ...errors import OptionError
 from ...files import SHARED, check_writable, replaced
 from ...terminal import one_line, wants_color
-from .notes import say
+from .notes import note, say
 from .options import option_field
 
 if TYPE_CHECKING:
@@ -130,6 +132,31 @@ def prefill_bar(console: Console) -> ProgressBar:
     """A progress bar for the prefill of a prompt; it appears only if the prompt is long."""
     figures = MofNCompleteColumn(), TimeElapsedColumn()
     return ProgressBar("prefill", *figures, console=console, least=_LONG_PROMPT)
+
+
+@contextmanager
+def waiting_bar(what: str, console: Console | None = None) -> Iterator[None]:
+    """Show at a terminal that work is under way, and for how long, while its extent is unknown."""
+    with ProgressBar(what, TimeElapsedColumn(), console=console) as bar:
+        bar(0, None)
+        yield
+
+
+_PATIENCE = 5.0  # seconds
+
+
+@contextmanager
+def told_if_slow(what: str) -> Iterator[None]:
+    """As :func:`waiting_bar`; without a terminal, slow work is told once."""
+    console = error_console()
+    telling = Timer(_PATIENCE, note, [f"{what[0].lower()}{what[1:]} …"])
+    if not console.is_interactive:
+        telling.start()
+    try:
+        with waiting_bar(what, console):
+            yield
+    finally:
+        telling.cancel()
 
 
 def folding_table(heading: str, *others: str, caption: str | None = None) -> Table:
