@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 from rich.cells import cell_len
 from rich.console import RenderableType
+from rich.progress import TaskProgressColumn, TimeElapsedColumn
 from rich.text import Text
 from rich.tree import Tree
 
@@ -18,7 +19,7 @@ from ..terminal import one_line, visible
 from .common.generation import Generation, generation_options
 from .common.model_choice import model_option, model_or_default, note_if_demo
 from .common.options import COUNT, color_option, command, option, options_of
-from .common.output import ProgressBar, ReportOptions, error_console, prefill_bar
+from .common.output import ProgressBar, ReportOptions, error_console
 from .common.prompt import PromptOptions, prompt_argument
 from .memory import Memories
 
@@ -85,8 +86,10 @@ def explain_command(
         recorded: list[RecordedStep] = []
         decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
         how = {"templated": templated, "begun": prompt.prefill_response}
-        with prefill_bar(console) as on_progress, ProgressBar("Generating", console=console) as bar:
-            for last in generation.stream(decoder, tokens, on_progress=on_progress, **how):
+        figures = TaskProgressColumn(), TimeElapsedColumn()
+        with ProgressBar("Generating", *figures, console=console) as bar:
+            bar(0, generation.max_tokens)  # also shows the time of the probes and the prefill
+            for last in generation.stream(decoder, tokens, **how):
                 bar(last.generation_tokens, generation.max_tokens)
         if skip is not None and skip >= len(recorded):
             raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps; skip fewer")

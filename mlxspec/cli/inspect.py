@@ -11,7 +11,7 @@ from ..errors import OptionError
 from .common.model_choice import model_argument, model_or_default, note_if_demo
 from .common.notes import say
 from .common.options import ADAPTERS, NAME, command, option
-from .common.output import print_rows, write_json
+from .common.output import print_rows, told_if_slow, waiting_bar, write_json
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -58,7 +58,8 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
     directory = find_directory(model, None, weights=())
     if not named_kind(read_config(directory)):
         own = own_head(directory)
-        examined, _ = load(model, adapter_path=adapter_path)
+        with waiting_bar("Loading"):
+            examined, _ = load(model, adapter_path=adapter_path)
         report = _model_report(examined)
     elif adapter_path is not None:
         raise OptionError(f"--adapter-path {adapter_path}: trained heads have no adapters")
@@ -89,8 +90,9 @@ def _model_report(model: nn.Module) -> dict[str, Any]:
     from ..engine.model_sizes import cache_kinds, context_length
     from ..engine.target import vocabulary_size
 
-    capability, reason = examine(model)
-    joint, joint_reason = examine_joint(model, capability)
+    with told_if_slow("Examining the model"):
+        capability, reason = examine(model)
+        joint, joint_reason = examine_joint(model, capability)
     return {
         "layers": len(model.layers),
         "vocabulary": vocabulary_size(model),

@@ -67,6 +67,21 @@ def load_tokenizer_of(source: str | Path) -> Any:
     return load_tokenizer(directory, None)
 
 
+def has_chat_template(source: str | Path) -> bool:
+    """Whether a model has a chat template; of a repository, only the tokenizer is downloaded.
+
+    Raises:
+        LoadError: as :func:`load_tokenizer_of`.
+    """
+    directory = find_directory(source, None, weights=())
+    settings = directory / "tokenizer_config.json"
+    if (directory / "chat_template.jinja").is_file() or (
+        settings.is_file() and read_json_object(settings).get("chat_template")
+    ):
+        return True  # without the second that it takes to build a tokenizer
+    return bool(load_tokenizer(directory, None).has_chat_template)
+
+
 def load_tokenizer(
     directory: Path,
     eos_token_ids: Collection[int] | int | None,

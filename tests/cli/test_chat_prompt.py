@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import stat
 from pathlib import Path
 
@@ -56,6 +58,27 @@ def test_what_cannot_be_kept_is_told_once_and_stays_for_this_chat(
     assert told.startswith(f"Note: {tmp_path}")
     assert told.endswith("messages are not kept for the next chat\n")
     assert told.count("\n") == 1
+
+
+def test_a_line_typed_before_the_prompt_appears_is_a_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLXSPEC_DATA_DIR", str(tmp_path))
+    user, terminal = pty.openpty()
+    with (
+        open(terminal) as stdin,
+        create_pipe_input() as keys,
+        create_app_session(keys, DummyOutput()),
+    ):
+        monkeypatch.setattr("sys.stdin", stdin)
+        read = terminal_reader(True, list, color=False)
+        os.write(user, b"while it loads\rhal")
+        assert read() == "while it loads"
+        keys.send_text("then\r")
+        assert read() == "then"
+    os.close(user)
+    assert capsys.readouterr().err == "> while it loads\n"
+    assert [*kept_history().load_history_strings()] == ["then", "while it loads"]
 
 
 def completed(text: str) -> list[str]:

@@ -164,7 +164,11 @@ def test_lookahead_changes_the_steps_and_not_the_text(endless: Path) -> None:
     drafted = report(*options, "--decoder", "lookahead", "--window-size", 4)
     assert drafted["tokens"] == plain["tokens"]
     assert drafted["stats"]["steps"] < 20
-    assert report(*options, "--decoder", "lookahead")["tokens"] == plain["tokens"]
+    default = report(*options, "--decoder", "lookahead")
+    assert default["tokens"] == plain["tokens"]
+    # 55 drafts are a full step's: (N - 1)(W + G), with one row for the current token.
+    assert default["stats"] == report(*options, "-W", 7, "-N", 5, "-G", 7)["stats"]
+    assert default["stats"]["rows"] > 7 * default["stats"]["steps"]
 
 
 @pytest.mark.slow
@@ -195,6 +199,7 @@ def test_a_window_runs_up_to_the_output_s_end_and_not_beyond(endless: Path) -> N
     ("options", "message"),
     [
         (("-W", "wide"), "'--window-size'"),
+        (("-W", "auto"), "a window has a fixed size; --decoder auto drafts what pays"),
         (("-W", "-1"), "window_size is -1"),
         (("-N", "1"), "ngram_size is 1"),
         (("-G", "0"), "guess_set_size is 0"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.cli.chat import Chat, LocalModel
+from mlxspec.cli.chat import COMMANDS, Chat, LocalModel
 from mlxspec.cli.common.generation import DraftingOptions, Generation
 from mlxspec.cli.common.output import error_console
 from mlxspec.cli.memory import Memories
@@ -39,7 +39,10 @@ def loaded(conversation: Chat) -> weakref.ref:
 
 
 def test_the_first_is_gone_before_the_second_is_loaded_and_comes_back_if_that_fails(
-    finite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finite: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     other = write_scripted_model(tmp_path / "other", ("ah", " oh"), ends=True)
     with Memories(keeps=False) as memories:
@@ -59,12 +62,42 @@ def test_the_first_is_gone_before_the_second_is_loaded_and_comes_back_if_that_fa
         assert first() is not None
         with pytest.raises(MlxspecError, match="no chat template"):
             conversation.model.switch(str(finite))
+        assert gone == []  # before any weights are read
+        (other / "model.safetensors").rename(other / "weights")
+        COMMANDS["/model [NAME]"][1](conversation, "demo")
+        with pytest.raises(MlxspecError, match="other"):
+            COMMANDS["/model [NAME]"][1](conversation, str(other))
         assert gone == [True, True]  # the second time the first one is loaded again
+        assert "Still chatting with demo.\n" in capsys.readouterr().err
+        (other / "weights").rename(other / "model.safetensors")
         assert conversation.model.name == "demo"
         conversation.undo()
         assert ask(conversation) == answer
         conversation.model.switch(str(other))
         assert ask(conversation) == "ah oh"
+
+
+def test_ctrl_c_while_a_model_loads_keeps_the_one_before_and_twice_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = str(write_scripted_model(tmp_path / "other", ("ah", " oh"), ends=True))
+    with Memories(keeps=False) as memories:
+        conversation = chat_with(generation("demo"), memories)
+        answer = ask(conversation)
+        load, presses = Generation.load, iter([True, False, True, True])
+
+        def pressed(*arguments: object) -> object:
+            if next(presses):
+                raise KeyboardInterrupt
+            return load(*arguments)
+
+        monkeypatch.setattr(Generation, "load", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            conversation.model.switch(other)
+        conversation.undo()
+        assert ask(conversation) == answer
+        with pytest.raises(EOFError):
+            conversation.model.switch(other)
 
 
 def test_a_head_that_is_named_is_for_the_first_model_only_and_comes_back_with_it(

@@ -104,7 +104,9 @@ def chat_command(
             memories.suggest_once()
         else:
             model = RemoteModel(server, generation, template)
-        printer: Callable[[], TokenPrinter | MarkdownPrinter] = partial(TokenPrinter, color)
+        printer: Callable[[], TokenPrinter | MarkdownPrinter] = partial(
+            TokenPrinter, color, wraps=True
+        )
         if markdown and sys.stdout.isatty():
             printer = partial(MarkdownPrinter, output_console(color))
         chat = Chat(model, generation, console, printer, sys.stdin.isatty())
@@ -332,7 +334,12 @@ class Chat:
 
     def _model(self, name: str) -> None:
         if name:
-            self.model.switch(name)
+            try:
+                self.model.switch(name)
+            except (MlxspecError, KeyboardInterrupt):
+                if self.interactive:
+                    self.say(f"Still chatting with {one_line(self.model.name)}.")
+                raise
         self.say(f"Chatting with {one_line(self.model.name)}.")
         if not name:
             self.say(f"/model NAME switches to {one_line(', '.join(self.model.others()))}.")
@@ -498,12 +505,14 @@ class LocalModel:
 
         Raises:
             MlxspecError: the other model cannot be loaded, or has no chat template.
+            EOFError: Ctrl-C has stopped both, so that no model is left to chat with.
         """
         import mlx.core as mx
 
         before, name = self.name, resolved(name)
         if name == before:
             return
+        _check_template(name)
         find_directory(name, None)  # downloads it
         del self.session, self.decoder
         gc.collect()  # decoders may be part of cycles
@@ -511,7 +520,10 @@ class LocalModel:
         try:
             self._use(name)
         except BaseException:
-            self._use(before)
+            try:
+                self._use(before)
+            except KeyboardInterrupt:  # the second, which leaves
+                raise EOFError from None
             raise
 
     def _use(self, name: str) -> None:
@@ -519,15 +531,22 @@ class LocalModel:
         from ...engine.model_sizes import context_length
         from ...generation.session import Session
 
+        _check_template(name)
         is_first = name == model_or_default(self.first.model)
         decoder = self.load(self.first.for_model(name, is_first))
-        if not decoder.tokenizer.has_chat_template:
-            raise OptionError(
-                "this model's tokenizer has no chat template: choose a chat model, or use "
-                "'mlxspec generate --raw'"
-            )
         self.name, self.decoder, self.session = name, decoder, Session()
         self.context_length = context_length(decoder.model)
+
+
+def _check_template(name: str) -> None:
+    """Refuse a model without a chat template, before its weights are read."""
+    from ...models.tokenizer import has_chat_template
+
+    if not has_chat_template(name):
+        raise OptionError(
+            "this model's tokenizer has no chat template: choose a chat model, or use "
+            "'mlxspec generate --raw'"
+        )
 
 
 # --- saved chats ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -61,7 +62,11 @@ def message_reader(
 def terminal_reader(
     history: bool, models: Callable[[], list[str]], color: bool
 ) -> Callable[[], str]:
-    """Like :func:`message_reader`, with line editing. Pasted lines are one message."""
+    """Like :func:`message_reader`, with line editing.
+
+    Pasted lines are one message. Each line that was typed before the prompt appears is a message,
+    too.
+    """
     output = create_output()
     if isinstance(output, Vt100_Output):
         # The terminal's reply to a cursor query would mix with typed text.
@@ -80,7 +85,18 @@ def terminal_reader(
         color_depth=None if color else ColorDepth.DEPTH_1_BIT,
         output=output,
     )
-    return lambda: _unquoted(session.prompt().rstrip("\n"))
+
+    def read() -> str:
+        if not sys.stdin.isatty() or not select.select([sys.stdin], [], [], 0)[0]:
+            return _unquoted(session.prompt().rstrip("\n"))
+        # A line was typed while the model loaded or answered. Line editing would not send it, since
+        # the terminal has turned its Enter into Ctrl-J.
+        message = read_line()
+        click.echo(visible(message), err=True)
+        session.history.append_string(message)
+        return message
+
+    return read
 
 
 def read_line() -> str:

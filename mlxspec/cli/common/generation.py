@@ -7,7 +7,7 @@ everything that needs no model. The instance then loads the model and generates 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, cast
@@ -34,7 +34,7 @@ from .options import (
     option_field,
     options_of,
 )
-from .output import ProgressBar
+from .output import ProgressBar, waiting_bar
 from .prompt import read_text
 
 if TYPE_CHECKING:
@@ -61,11 +61,13 @@ _lookup = partial(option_field, of="prompt-lookup")
 _lookahead = partial(option_field, of="lookahead")
 
 
-def _number_or_auto(text: str) -> int | str:
-    try:
-        return text if text == "auto" else int(text)
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is neither a whole number nor auto") from None
+class _WindowSize(click.types.IntParamType):
+    """A whole number; "auto" is refused by the name of the decoder that plans its drafts."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "auto":
+            self.fail("a window has a fixed size; --decoder auto drafts what pays", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 @dataclass(frozen=True)
@@ -113,20 +115,17 @@ class DraftingOptions:
     prompt_lookup_config: str | None = _lookup(
         "--prompt-lookup-config [N,N,[0]]", "Set --n-draft and --ngram-max as in TensorRT-LLM."
     )
-    window_size: int | str | None = _lookahead(
+    window_size: int | None = _lookahead(
         "-W --window-size --WINDOW_SIZE W",
-        "Lookahead: columns of the window; auto uses no window, and looks up drafts while that "
-        "pays.  "
-        "[default: auto]",
-        type=_number_or_auto,
+        "Lookahead: columns of the window; 0 uses no window.  [default: 7]",
+        type=_WindowSize(),
     )
     ngram_size: int | None = _lookahead(
-        "-N --ngram-size --LEVEL N",
-        "Lookahead: length of the n-grams; with auto, the greatest length.  [default: 5]",
+        "-N --ngram-size --LEVEL N", "Lookahead: length of the n-grams.  [default: 5]"
     )
     guess_set_size: int | None = _lookahead(
         "-G --guess-set-size --GUESS_SET_SIZE G",
-        "Lookahead: n-grams to keep per token; -1 means 64.  [default: W, or 16 with auto]",
+        "Lookahead: n-grams to keep per token; -1 means 64.  [default: 7]",
     )
     pool_from_prompt: bool | None = _lookahead(
         "--pool-from-prompt/--no-pool-from-prompt --POOL_FROM_PROMPT",
@@ -284,13 +283,14 @@ class Generation:
         if drafting.draft_model is not None:
             draft_model, _ = load(drafting.draft_model)
             extra = partial(DraftModelDrafter, draft_model, drafting.num_draft_tokens)
-        if leader:
-            model, tokenizer = leader.load(name)
-        else:
-            # A draft model replaces the head that comes with a model.
-            without = drafting.fixed or drafting.draft_model or drafting.no_head
-            wanted = False if without else drafting.head
-            model, tokenizer, head = load_with_head(name, wanted, self.adapter_path, on_read)
+        with waiting_bar("Loading", console) if console else nullcontext():
+            if leader:
+                model, tokenizer = leader.load(name)
+            else:
+                # A draft model replaces the head that comes with a model.
+                without = drafting.fixed or drafting.draft_model or drafting.no_head
+                wanted = False if without else drafting.head
+                model, tokenizer, head = load_with_head(name, wanted, self.adapter_path, on_read)
         drafts_from: Auto | PromptLookup | Lookahead
         if drafting.fixed:
             drafts_from = drafting.fixed

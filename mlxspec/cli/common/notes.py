@@ -5,18 +5,21 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
+from textwrap import fill
 from typing import NoReturn
 
 import click
 
 from ...errors import MlxspecError, shortened
 from ...process import INTERRUPTED
-from ...terminal import one_line
+from ...terminal import columns_of, one_line
 
 _QUIET = f"{__name__}.quiet"
 
@@ -35,6 +38,9 @@ def note(message: object) -> None:
 
 def _write(line: str) -> None:
     with suppress(OSError):  # such as a full disk, which is no reason to lose the answer
+        if sys.stderr.isatty():  # a terminal would break words
+            width = columns_of(sys.stderr)
+            line = fill(line, width, break_long_words=False, break_on_hyphens=False)
         print(line, file=sys.stderr, flush=True)  # click would write past a progress bar
 
 
@@ -54,9 +60,33 @@ def reported() -> Iterator[None]:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if isinstance(sys.stdout, TextIOWrapper):  # to replace characters that its encoding lacks
         sys.stdout.reconfigure(errors="replace")
-    with _errors_in_one_line(), _log_as_notes():
+    with _ended_by_sigterm(), _errors_in_one_line(), _log_as_notes():
         yield
         sys.stdout.flush()
+
+
+class _Terminated(BaseException):
+    """SIGTERM has come."""
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM remove half-written files before it ends the process."""
+
+    def unwind(*_: object) -> None:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    except _Terminated:
+        signal.signal(signal.SIGTERM, usual)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, usual)
 
 
 def run_command(command: click.Command, name: str) -> None:
