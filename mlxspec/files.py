@@ -10,6 +10,7 @@ is overwritten by the next one. A lock on the directory lets only one process wr
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -48,7 +49,9 @@ def check_writable(path: Path) -> None:
         )
     may_write = os.access(path.parent, os.W_OK | os.X_OK)
     if not may_write or (exists and not os.access(path, os.W_OK)):
-        raise FileError(f"{path}: cannot be written (no permission); name another file")
+        read_only = os.statvfs(path.parent).f_flag & os.ST_RDONLY
+        reason = os.strerror(errno.EROFS if read_only else errno.EACCES)
+        raise FileError(f"{path}: cannot be written ({reason}); name another file")
 
 
 def is_ours_alone(path: Path) -> bool:
@@ -64,7 +67,7 @@ def is_ours_alone(path: Path) -> bool:
 
 
 @contextmanager
-def replaced(path: Path, mode: int = PRIVATE) -> Iterator[BinaryIO]:
+def replaced(path: Path, mode: int = PRIVATE, *, parents: int | None = None) -> Iterator[BinaryIO]:
     """Yield a new file, which is flushed to the disk at the end and then replaces ``path``.
 
     If the ``with`` block raises or is interrupted, the new file is removed and ``path`` is
@@ -74,10 +77,14 @@ def replaced(path: Path, mode: int = PRIVATE) -> Iterator[BinaryIO]:
     Args:
         path: the file to write; an existing regular file is replaced.
         mode: the new file's permissions; the process's umask applies.
+        parents: make the directories that are missing, with these permissions.
 
     Raises:
         FileError: ``path`` cannot be written, or the disk is full.
     """
+    if parents is not None:
+        with _one_line(path):
+            path.parent.mkdir(mode=parents, parents=True, exist_ok=True)
     check_writable(path)
     partial = _beside(path, "partial")
     with _one_line(path), _locked(path.parent):

@@ -64,7 +64,12 @@ def cache_prompt_command(
 
     from ..engine.capability import check_quantization
     from ..engine.model_sizes import context_length
-    from ..engine.prompt_cache import check_replaceable, prompt_cache_path, save_prompt_cache
+    from ..engine.prompt_cache import (
+        check_replaceable,
+        check_savable,
+        prompt_cache_path,
+        save_prompt_cache,
+    )
     from ..engine.target import vocabulary_size
     from ..generation.options import prompt_ids
     from ..models.model import load
@@ -83,6 +88,7 @@ def cache_prompt_command(
     tokens = prompt_ids(ids, tokenizer, vocabulary_size(loaded), context_length(loaded))
     note_if_demo(model)
     cache = make_prompt_cache(loaded, caches.max_kv_size)
+    check_savable(cache)
     options: dict[str, Any] = {**asdict(caches), "prompt_cache": cache}
     with prefill_bar(error_console()) as bar:
         options["prompt_progress_callback"] = bar

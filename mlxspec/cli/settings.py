@@ -195,12 +195,11 @@ class SettingsFile:
         """Replace the file in one step; create its directory if it is missing.
 
         Raises:
-            OSError, FileError: it cannot be written.
+            FileError: it cannot be written.
         """
         place = self.path.resolve()
-        place.parent.mkdir(parents=True, exist_ok=True)
         mode = stat.S_IMODE(place.stat().st_mode) if place.exists() else SHARED
-        with replaced(place, mode) as file:
+        with replaced(place, mode, parents=0o777) as file:
             file.write(text.encode())
 
 

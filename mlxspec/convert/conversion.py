@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
+from rich.filesize import decimal
 
 from ..errors import FileError, LoadError, OptionError
 from ..files import new_directory
@@ -94,10 +96,17 @@ def convert(
         nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         parameters = get_total_parameters(model)
         has_vision = "vision_tower" in getattr(model, "model", {})
+        needed, free = decimal(nbytes), shutil.disk_usage(directory).free
+        if free < nbytes:
+            raise FileError(
+                f"{target}: the model needs {needed}, but only {decimal(free)} are free there; "
+                "make room, or name another --mlx-path"
+            )
         try:
             save_model(directory, model, donate_model=True)
         except RuntimeError as error:  # MLX's
-            raise FileError(f"{target}: cannot be written ({one_line(error)})") from error
+            reason = one_line(error)
+            raise FileError(f"{target}: cannot be written ({reason}); it needs {needed}") from error
         save_config(config, directory / "config.json", keep_vision_config=has_vision)
     return nbytes, parameters, about
 

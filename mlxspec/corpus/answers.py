@@ -444,7 +444,5 @@ def save_settings(settings: Settings) -> None:
         "max_tokens": settings.max_tokens,
     }
     directory = memory_directory()
-    with suppress(OSError):  # if this fails, so does writing, which reports it
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with replaced(directory / _SETTINGS) as file:
+    with replaced(directory / _SETTINGS, parents=0o700) as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")

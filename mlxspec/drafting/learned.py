@@ -62,8 +62,7 @@ def _warn_not_kept(directory: Path, reason: str) -> None:
 def _write(path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
     """Write a file that only the user can read, wholly or not at all; return whether it worked."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with replaced(path) as file:
+        with replaced(path, parents=0o700) as file:
             file.write(kind.dump_json(content))
     except (OSError, MlxspecError) as error:
         failure = error if isinstance(error, OSError) else error.__cause__

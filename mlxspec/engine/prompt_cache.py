@@ -173,7 +173,9 @@ def save_prompt_cache(
 
     Raises:
         FileError: the file cannot be written; an existing one is unchanged.
+        OptionError: the caches are of a kind that nothing could read from a file.
     """
+    check_savable(cache)
     path = prompt_cache_path(file_name)
     held = dict(metadata or {})
     if tokens:
@@ -184,6 +186,16 @@ def save_prompt_cache(
     except RuntimeError as error:  # MLX's
         reason = " ".join(str(error).split())[:150]
         raise FileError(f"{path}: cannot be written ({reason}); try again") from error
+
+
+def check_savable(cache: Sequence[Any]) -> None:
+    """Refuse caches of a model's own class, since mlx-lm reads only the classes that it shares."""
+    for part in parts(cache):
+        if type(as_mlx_lms(part)).__name__ not in vars(mlx_lm_caches):
+            raise OptionError(
+                f"the model's cache ({type(part).__name__}) cannot be kept in a file, since mlx-lm "
+                "could not read it: process the prompt again instead"
+            )
 
 
 def _write(file: BinaryIO, cache: Sequence[Any], metadata: Any, head: Sequence[mx.array]) -> None:

@@ -165,8 +165,8 @@ class Session:
         """Save the cache as :func:`mlxspec.save_prompt_cache` does.
 
         Raises:
-            OptionError: the session holds nothing yet, a generation is using it, or its model is
-                split over several machines.
+            OptionError: the session holds nothing yet, a generation is using it, its model is
+                split over several machines, or nothing could read the model's kind of cache.
             FileError: the file cannot be written; an existing file is unchanged.
         """
         self._begin_use()

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -153,6 +153,11 @@ def _with_adapters(model: nn.Module, directory: Path) -> nn.Module:
 
     try:
         model = load_adapters(model, str(directory))
+        given = cast(dict[str, mx.array], mx.load(str(directory / "adapters.safetensors")))
+        # mlx-lm leaves these at their first values: zeros for lora_b, so that nothing is adapted.
+        for name, _ in tree_flatten(model.parameters()):
+            if name.rpartition(".")[2] in ("lora_a", "lora_b") and name not in given:
+                raise ValueError(f"the file has no {name}")
     except Exception as error:  # a wrong file makes mlx-lm raise anything
         reason = one_line(error).rstrip(".")
         raise LoadError(

@@ -33,7 +33,7 @@ from ..engine.caches import for_steps, is_trimmable_anywhere, parts
 from ..engine.costs import model_identity
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache import read_prompt_cache_metadata
-from ..errors import FileError
+from ..errors import FileError, MlxspecError
 from ..files import is_ours_alone
 from ..generation.session import Session
 
@@ -324,7 +324,7 @@ class PrefixCache:
             for pattern in (_FILES, f".{_FILES}.*"):  # also files that a killed process left behind
                 for path in {*directory.glob(pattern)} - written:
                     path.unlink()
-        except (OSError, FileError) as error:
+        except (OSError, MlxspecError) as error:
             _log.warning("the prefix cache cannot be saved: %s", error)
 
     def _write(self, entry: _Entry, directory: Path) -> Path:

@@ -310,7 +310,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_measuring(
         assert reason in result.stderr
         assert result.stderr.count("\n") == 1
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    assert "no permission" in calibrate(endless, "--html", tmp_path / "a.html").stderr
+    assert "Permission denied" in calibrate(endless, "--html", tmp_path / "a.html").stderr
     assert measurements == []
 
 

@@ -1,8 +1,11 @@
 """``mlxspec config``, and what the other commands make of it."""
 
+import errno
 import json
+import os
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +20,26 @@ ROOT = Path(mlxspec.__file__).parents[1]
 def file(nothing_set: Path) -> Path:
     """The user's file, which is not there yet; the working directory is empty."""
     return nothing_set.parent / "config" / "config.toml"
+
+
+def test_a_read_only_place_is_told_in_the_same_words_by_all_commands(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "somewhere")
+
+    monkeypatch.setenv("MLXSPEC_DATA_DIR", str(file.parent / "data"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "mkdir", read_only)
+        told = [run(*asked).stderr for asked in (("config", "set", "temp", "1"), ("memory", "on"))]
+    file.parent.mkdir(parents=True)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.access", lambda *_: False)
+        patched.setattr("os.statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+        told.append(run("config", "set", "temp", "1").stderr)
+    how = "cannot be written (Read-only file system); name another file\n"
+    places = file, file.parent / "data" / "memory" / "settings.json", file
+    assert told == [f"Error: {place}: {how}" for place in places]
 
 
 def test_what_is_set_is_shown_and_can_be_taken_out_again(file: Path):

@@ -2,12 +2,14 @@
 
 import os
 import pty
+import re
 import resource
 import shlex
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -97,13 +99,30 @@ def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
+def test_a_disk_without_room_is_told_before_anything_is_written(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3000))
+    result = CliRunner().invoke(
+        convert_command, ["--torch-path", str(checkpoint), "--mlx-path", str(tmp_path / "out")]
+    )
+    assert result.exit_code == 1
+    assert re.fullmatch(
+        r"Error: .*/out: the model needs [\d.]+ kB, but only 3.0 kB are free there; make room, or "
+        r"name another --mlx-path\n",
+        result.stderr,
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, checkpoint: Path):
     def limit_file_size() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
 
     done = run("--torch-path", checkpoint, cwd=tmp_path, preexec_fn=limit_file_size)
     assert done.returncode == 1
-    assert "mlx_model: cannot be written (" in done.stderr
+    assert re.search(r"mlx_model: cannot be written \(.*\); it needs [\d.]+ kB\n", done.stderr)
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 

@@ -88,6 +88,20 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, source: Path
     assert names(tmp_path) == {"source"}
 
 
+@pytest.mark.slow
+def test_sigterm_leaves_nothing_and_ends_the_process(tmp_path: Path, source: Path):
+    code = (
+        "import os, signal; from pathlib import Path\n"
+        "from mlxspec.cli.common.notes import reported\n"
+        "from mlxspec.files import new_directory\n"
+        f"with reported(), new_directory(Path({str(tmp_path / 'out')!r}), replace=False) as d:\n"
+        "    (d / 'half').write_text('half')\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == -signal.SIGTERM
+    assert names(tmp_path) == {"source"}
+
+
 def test_a_limit_on_file_size_is_one_line_and_leaves_nothing(tmp_path: Path, source: Path):
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -11,10 +11,11 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.cache import save_prompt_cache as mlx_lm_save
 
-from mlxspec import load_prompt_cache
+from mlxspec import Decoder, Session, load_prompt_cache
 from mlxspec.engine.prompt_cache import check_fits
-from mlxspec.errors import FileError
+from mlxspec.errors import FileError, OptionError
 from tests.support.architectures import ARCHITECTURES
+from tests.support.demo import demo
 from tests.support.hostile import harmless
 
 pytestmark = pytest.mark.slow
@@ -34,6 +35,16 @@ def test_every_architecture_s_caches_are_read(kind: str, tmp_path: Path) -> None
     logits = model(mx.array([[5]]), cache=loaded)
     mx.eval(logits)
     assert logits.shape[:2] == (1, 1)
+
+
+@pytest.mark.parametrize("kind", sorted(OWN_CLASS))
+def test_what_nothing_could_read_is_not_written(kind: str, tmp_path: Path) -> None:
+    decoder = Decoder(ARCHITECTURES[kind].model(), demo().tokenizer)
+    session = Session()
+    list(decoder.stream(PROMPT, 2, session=session))
+    with pytest.raises(OptionError, match=r"cache \(LayerCache\) cannot be kept in a file"):
+        session.save(tmp_path / "c.safetensors")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:

@@ -70,6 +70,16 @@ def test_adapters_are_put_in(tmp_path: Path, dora: bool) -> None:
     assert not mx.allclose(ours(tokens), plain(tokens), atol=1e-3).item()
 
 
+def test_adapters_that_would_do_nothing_are_refused(tmp_path: Path) -> None:
+    directory = write_adapters(tmp_path / "adapters")
+    file = str(directory / "adapters.safetensors")
+    adapters = mx.load(file)
+    assert isinstance(adapters, dict)
+    mx.save_safetensors(file, {n: a for n, a in adapters.items() if not n.endswith("lora_b")})
+    with pytest.raises(LoadError, match=r"do not fit the model \(the file has no .*\.lora_b\)"):
+        mlxspec.load("demo", adapter_path=directory)
+
+
 def test_adapters_that_are_not_there_are_named() -> None:
     with pytest.raises(LoadError, match=r"nowhere/adapter_config\.json: cannot be read"):
         mlxspec.load("demo", adapter_path="nowhere")
