@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,23 @@ def test_each_platform_gets_one_back_end(platform: str, extras: set[str]) -> Non
     where: Environment = {"sys_platform": platform}  # type: ignore[typeddict-item]
     ours = [r for r in requirements if r.name == "mlx" and r.marker and r.marker.evaluate(where)]
     assert [r.extras for r in ours] == [extras]
+
+
+@pytest.mark.slow
+def test_a_directory_called_mlxspec_does_not_hide_the_package(tmp_path: Path) -> None:
+    """Such as a clone, beside which a script lies. In an editable install, this tests its kind."""
+    (tmp_path / "mlxspec").mkdir()
+    code = "import mlxspec; print(mlxspec.__version__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert done.stdout.strip() == mlxspec.__version__
+
+
+def test_an_editable_install_adds_a_path() -> None:
+    """setuptools does so for this value alone; its import hooks come after such directories."""
+    text = (ROOT / "pyproject.toml").read_text()
+    assert tomlkit.parse(text).unwrap()["tool"]["setuptools"]["package-dir"] == {"": "."}
 
 
 def test_the_version_is_the_same_everywhere() -> None:
