@@ -1,4 +1,12 @@
-"""Generate text: ``python decoder.py --help``, or ``from decoder import PromptLookupDecoder``."""
+"""Generate text: ``python decoder.py --help``, or ``from decoder import PromptLookupDecoder``.
+
+The two decoders are in ``mlxspec/generation/decoder.py``, and differ only in their drafters:
+:class:`mlxspec.PromptLookupDecoder` copies what followed an n-gram before
+(``mlxspec/drafting/sources.py``), :class:`mlxspec.LookaheadDecoder` takes the model's own guesses
+of the tokens ahead (``mlxspec/drafting/lookahead.py``). Both share the sampling
+(:class:`mlxspec.engine.sampling.Chooser`) and the acceptance rule,
+:func:`mlxspec.drafting.drafter.accept`.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -70,6 +70,8 @@ lookup.stream("text", ndraft=5)  # type: ignore[call-arg]
 assert_type(lookup.prompt_lookup("text", 5, temp=0.5, top_k=3), GenerationResult)
 lookup.prompt_lookup("text", topk=3)  # type: ignore[call-arg]
 LookaheadDecoder("demo").lookahead("text", window_size=5, top_k=3)
+LookaheadDecoder("demo").lookahead("text", W=5, N=4, G=5, pool_from_prompt=False)
+LookaheadDecoder("demo").lookahead("text", window_size="auto")  # type: ignore[arg-type]
 LookaheadDecoder("demo").lookahead("text", windowsize=5)  # type: ignore[call-arg]
 
 model, tokenizer = mlxspec.load("demo")

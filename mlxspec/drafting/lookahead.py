@@ -114,8 +114,7 @@ class LookaheadDrafter(Drafter):
         ngram_size: N, the reference's LEVEL: the length of the n-grams, at most 64. The window has
             N - 1 levels, and guesses have N - 1 tokens.
         guess_set_size: G, the reference's GUESS_SET_SIZE: for each first token, the most n-grams to
-            keep, and to verify in a step. -1, the reference's "no limit", means 64, and None means
-            W.
+            keep, and to verify in a step. -1, the reference's "no limit", means 64.
         pool_from_prompt: the reference's POOL_FROM_PROMPT: whether the pool begins with the
             prompt's n-grams. The output's n-grams are always added.
 
@@ -125,15 +124,18 @@ class LookaheadDrafter(Drafter):
 
     def __init__(
         self,
-        window_size: int = 15,
+        window_size: int = 7,
         ngram_size: int = 5,
-        guess_set_size: int | None = None,
+        guess_set_size: int = 7,
         pool_from_prompt: bool = True,
     ) -> None:
+        if window_size == "auto":
+            raise OptionError(
+                "window_size is 'auto', but a window has a fixed size: give a number, or use "
+                "AutoDecoder, which drafts what pays"
+            )
         self.window_size = whole("window_size", window_size)
         self.ngram_size = whole("ngram_size", ngram_size)
-        if guess_set_size is None:
-            guess_set_size = window_size or 1
         self.guess_set_size = whole("guess_set_size", guess_set_size)
         if not 2 <= ngram_size <= _LONGEST_NGRAM:
             raise OptionError(f"ngram_size is {ngram_size}: choose 2 to {_LONGEST_NGRAM}")

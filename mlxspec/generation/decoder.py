@@ -265,6 +265,11 @@ class Decoder(LoadedModel):
         tokens = prompt_ids(prompt, self.tokenizer, self.vocab_size, longest, template)
         given: Any = {**options}
         drafting = drafting or self.drafting
+        for short, name in drafting.short_names.items():
+            if short in given:
+                if name in given:
+                    raise OptionError(f"{short} and {name} are the same option: give one of them")
+                given[name] = given.pop(short)
         parameters = vars(drafting).keys() & DraftingParameters.__annotations__.keys()
         own = {name: given.pop(name) for name in parameters & given.keys()}
         make_drafter = partial(replace(drafting, **own).make, self)
@@ -373,17 +378,16 @@ class LookaheadDecoder(Decoder):
 
     Additional rows of each step run Jacobi iterations over a window of the next positions. The
     n-grams that they produce go into a pool, from which drafts are taken (Fu et al., ICML 2024,
-    arXiv 2402.02057). A step has up to (N - 1)(W + G) rows, which pays only if rows are cheap. With
-    ``window_size="auto"``, no window runs, and the other options have no effect: drafts are looked
-    up in the context, and the measured cost of rows decides how many tokens to draft, if any.
+    arXiv 2402.02057); see :class:`mlxspec.LookaheadDrafter`. A step has up to (N - 1)(W + G) rows,
+    56 by default, which pays only if rows are cheap. :class:`AutoDecoder` drafts only what pays.
 
     Options:
-        window_size: W in the paper, WINDOW_SIZE in its reference implementation: the columns of the
-            window; 0 and "auto", the default, run no window.
-        ngram_size: N, the reference's LEVEL: the tokens of an n-gram, 5 by default. The window has
+        window_size, W: the columns of the window, the reference implementation's WINDOW_SIZE; 7 by
+            default. 0 runs no window.
+        ngram_size, N: the tokens of an n-gram, the reference's LEVEL; 5 by default. The window has
             N - 1 levels.
-        guess_set_size: G, the reference's GUESS_SET_SIZE: the most n-grams that are kept for a
-            token and verified at once; W by default. -1, the reference's "no limit", means 64,
+        guess_set_size, G: the most n-grams that are kept for a token and verified at once, the
+            reference's GUESS_SET_SIZE; 7 by default. -1, the reference's "no limit", means 64,
             since more guesses cost more time than they save.
         pool_from_prompt: the reference's POOL_FROM_PROMPT: whether the pool starts with the
             prompt's n-grams; true by default.

@@ -5,9 +5,9 @@ Importing this module does not import MLX, so the command line can check options
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from ..corpus.memory import Memory
 from ..drafting.costs import Costs, FixedCosts
@@ -39,6 +39,8 @@ class Drafting:
     maker: Callable[[], Drafter] = field(default=NoDraft, kw_only=True)
     plans: ClassVar[bool] = False
     """Whether drafts are planned by the cost of steps."""
+    short_names: ClassVar[Mapping[str, str]] = {}
+    """Parameters that :meth:`mlxspec.Decoder.stream` takes by a second name, too."""
 
     def make(self, decoder: LoadedModel) -> Drafter:
         """Make the drafter of one generation.
@@ -90,30 +92,27 @@ class Lookahead(Drafting):
         OptionError: a size is out of range.
     """
 
-    window_size: int | Literal["auto"] = "auto"
+    window_size: int = 7
     ngram_size: int = 5
-    guess_set_size: int | None = None
+    guess_set_size: int = 7
     pool_from_prompt: bool = True
+    short_names: ClassVar[Mapping[str, str]] = {
+        "W": "window_size",
+        "N": "ngram_size",
+        "G": "guess_set_size",
+    }
 
     def __post_init__(self) -> None:
         self.new()
 
-    @property
-    def plans(self) -> bool:  # type: ignore[override]
-        return self.window_size == "auto"
-
     def new(self) -> LookaheadDrafter:
-        """A drafter with these sizes; without a window if the size is "auto"."""
-        columns = 0 if self.window_size == "auto" else self.window_size
+        """A drafter with these sizes."""
         return LookaheadDrafter(
-            columns, self.ngram_size, self.guess_set_size, self.pool_from_prompt
+            self.window_size, self.ngram_size, self.guess_set_size, self.pool_from_prompt
         )
 
     def make(self, decoder: LoadedModel) -> Drafter:
-        if not self.plans:
-            return self.new()
-        # No window pays on a Mac, and look-ups predict better than a pool.
-        return Auto(learns=True).make(decoder)
+        return self.new()
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,6 @@ class Auto(Drafting):
         prediction: token ids that the output is expected to follow.
         head: a trained head for the decoder's model, which drafts where text drafts are unlikely to
             be right.
-        learns: whether generations learn from earlier ones even without a memory.
     """
 
     memory: Memory | None = None
@@ -135,7 +133,6 @@ class Auto(Drafting):
     extra: Callable[[], Drafter] | None = None
     prediction: Sequence[int] = ()
     head: Head | None = None
-    learns: bool = False
     plans = True
 
     def model_to_run(self, model: nn.Module) -> nn.Module:
@@ -171,7 +168,7 @@ class Auto(Drafting):
 
         if self.memory:
             self.memory.refresh()
-        experience = decoder.experience if self.memory or self.learns else Experience()
+        experience = decoder.experience if self.memory else Experience()
         extra = self.extra() if self.extra else None
         draft_model = extra if isinstance(extra, DraftModelDrafter) else None
         if draft_model:

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypedDict, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -132,16 +132,20 @@ def stop_token_ids(
 class DraftingParameters(TypedDict, total=False):
     """Options that only some decoders have; their classes describe them.
 
-    They are the fields of :class:`.drafting.Drafting`'s subclasses that each generation may set.
+    They are the fields of :class:`.drafting.Drafting`'s subclasses that each generation may set,
+    and their short names.
     """
 
     n_draft: int
     ngram_max: int
     ngram_min: int
-    window_size: int | Literal["auto"]
+    window_size: int
     ngram_size: int
-    guess_set_size: int | None
+    guess_set_size: int
     pool_from_prompt: bool
+    W: int
+    N: int
+    G: int
     prediction: Sequence[int]
 
 

@@ -70,19 +70,13 @@ def small_decoder(kind: type[AnyDecoder], **options: object) -> AnyDecoder:
 
 def decoders(make: Any) -> dict[str, tuple[mlxspec.Decoder, dict[str, Any]]]:
     """Every way to draft, and its options."""
-    planned = {
-        "auto": mlxspec.AutoDecoder,
-        "lookahead": mlxspec.LookaheadDecoder,
-    }
-    found: dict[str, tuple[mlxspec.Decoder, dict[str, Any]]] = {
+    auto = make(mlxspec.AutoDecoder, memory_tokens=0)
+    auto.costs = given_costs(FLAT)
+    return {
         "lookup": (make(mlxspec.PromptLookupDecoder), {}),
-        "window": (make(mlxspec.LookaheadDecoder), {"window_size": 3, "ngram_size": 3}),
+        "lookahead": (make(mlxspec.LookaheadDecoder), {"window_size": 3, "ngram_size": 3}),
+        "auto": (auto, {}),
     }
-    for name, kind in planned.items():
-        decoder = make(kind, **({} if name == "lookahead" else {"memory_tokens": 0}))
-        decoder.costs = given_costs(FLAT)
-        found[name] = decoder, {}
-    return found
 
 
 def plainly(decoder: mlxspec.Decoder, prompt: Any, **options: Any) -> list[GenerationResponse]:

@@ -19,7 +19,7 @@ PROMPT = "one two three one two three one two"
     ("decoder", "drafting"),
     [
         (mlxspec.PromptLookupDecoder, PromptLookup()),
-        (mlxspec.LookaheadDecoder, Lookahead()),
+        (mlxspec.LookaheadDecoder, Lookahead(7, 5, 7, pool_from_prompt=True)),
     ],
 )
 def test_decoders_have_their_values_and_plan_as_these_say(
@@ -28,7 +28,7 @@ def test_decoders_have_their_values_and_plan_as_these_say(
     assert decoder.drafting == drafting
     assert not Drafting().plans
     assert decoder.drafting.plans == drafting.plans
-    assert not Lookahead(window_size=3).plans
+    assert not Lookahead().plans
     assert Auto().plans
 
 

@@ -17,7 +17,7 @@ from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.drafting.drafter import NoDraft
 from mlxspec.engine.capability import Capability
 from mlxspec.errors import OptionError, PromptError
-from tests.support.demo import FLAT, LINEAR, given_costs, stand_in, stand_in_decoder
+from tests.support.demo import stand_in, stand_in_decoder
 
 pytestmark = pytest.mark.slow
 
@@ -27,10 +27,8 @@ PROMPT = '[INST] Repeat the following phrase 8 times: "The red fox sees the rive
 FREE = "The history of the"
 
 
-def make(kind: type = LookaheadDecoder, curve: dict[int, float] = FLAT) -> LookaheadDecoder:
-    decoder = stand_in_decoder(kind)
-    decoder.costs = given_costs(curve)
-    return decoder
+def make() -> LookaheadDecoder:
+    return stand_in_decoder(LookaheadDecoder)
 
 
 @cache
@@ -39,8 +37,8 @@ def plain(prompt: str, **sampling: float) -> list[int]:
     return [response.token for response in stream]
 
 
-@pytest.mark.parametrize("window_size", ["auto", 3, 0])
-def test_output_is_plain_decodings_sampling_included(window_size: object) -> None:
+@pytest.mark.parametrize("window_size", [7, 3, 0])
+def test_output_is_plain_decodings_sampling_included(window_size: int) -> None:
     expected = plain(FREE, temp=0.9, seed=5)
     assert expected != plain(FREE)
     stream = make().stream(FREE, 24, window_size=window_size, ngram_size=4, temp=0.9, seed=5)
@@ -52,27 +50,26 @@ def test_output_is_plain_decodings_sampling_included(window_size: object) -> Non
 
 
 def test_lookahead_writes_the_text_and_returns_the_result(capsys) -> None:
-    options = {"window_size": 3, "ngram_size": 3, "guess_set_size": 4, "pool_from_prompt": False}
-    responses = list(make().stream(PROMPT, 30, **options))
-    result = make().lookahead(prompt=PROMPT, max_tokens=30, temp=0.0, seed=0, color=True, **options)
+    own = {"pool_from_prompt": False, "max_tokens": 30}
+    responses = list(make().stream(PROMPT, window_size=3, ngram_size=3, guess_set_size=4, **own))
+    result = make().lookahead(prompt=PROMPT, W=3, N=3, G=4, temp=0.0, seed=0, color=True, **own)
     assert result.tokens == [response.token for response in responses]
     assert result.stats == responses[-1].stats
     assert result.stats.tokens_per_step > 1.2
     assert capsys.readouterr().out.strip() == result.text.strip()
 
 
-def test_sizes_follow_the_costs() -> None:
-    *_, flat = make().stream(PROMPT, 50)
-    assert flat.stats.tokens_per_step > 1.5
-    *_, linear = make(LookaheadDecoder, LINEAR).stream(PROMPT, 50)
-    assert linear.stats.rows < 1.05 * linear.stats.emitted
-
-
-def test_without_a_window_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_runs_the_reference_s_window_and_measures_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(
         "mlxspec.generation.loaded.costs_for", lambda *_, **__: pytest.fail("measured")
     )
-    assert len(list(stand_in_decoder(LookaheadDecoder).stream(PROMPT, 5, window_size=0))) == 5
+    *_, default = make().stream(FREE, 30)
+    *_, given = make().stream(FREE, 30, W=7, N=5, G=7)
+    *_, none = make().stream(FREE, 30, W=0)
+    assert default.stats == given.stats
+    assert default.stats.rows / default.stats.steps > 20 > none.stats.rows / none.stats.steps
 
 
 def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(monkeypatch) -> None:
@@ -98,6 +95,11 @@ def test_ones_own_drafter_comes_first_with_lookahead_as_its_fallback() -> None:
         ({"prompt": ""}, PromptError, "prompt is empty"),
         ({"window_size": -1}, OptionError, "window_size is -1"),
         ({"window_size": "wide"}, OptionError, "window_size is 'wide'"),
+        ({"window_size": "auto"}, OptionError, "'auto', but .* fixed size: .* use AutoDecoder"),
+        ({"W": None}, OptionError, "window_size is None: choose a whole number"),
+        ({"W": 7, "window_size": 7}, OptionError, "W and window_size are the same option"),
+        ({"N": 5, "ngram_size": 4}, OptionError, "N and ngram_size are the same option"),
+        ({"G": -3}, OptionError, "guess_set_size is -3"),
         ({"ngram_size": 1}, OptionError, "ngram_size is 1"),
         ({"ngram_size": 0, "window_size": 4}, OptionError, "ngram_size is 0"),
         ({"guess_set_size": 0}, OptionError, "guess_set_size is 0"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
@@ -18,8 +16,6 @@ from mlxspec.errors import MlxspecError
 from mlxspec.generation.decoder import Decoder
 from tests.support.demo import demo
 
-KINDS = [mlxspec.AutoDecoder, mlxspec.LookaheadDecoder]
-
 
 class Measured(Exception):
     """Raised in place of a measurement."""
@@ -30,15 +26,13 @@ def loaded() -> tuple:
     return demo().model, demo().tokenizer
 
 
-@pytest.fixture(params=KINDS, ids=lambda kind: kind.__name__)
-def unmeasured(
-    request: pytest.FixtureRequest, loaded: tuple, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Decoder]:
+@pytest.fixture
+def unmeasured(loaded: tuple, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     def measure(*_: object, **__: object) -> None:
         raise Measured
 
     monkeypatch.setattr("mlxspec.generation.loaded.costs_for", measure)
-    return request.param(*loaded)
+    return mlxspec.AutoDecoder(*loaded)
 
 
 @pytest.mark.slow

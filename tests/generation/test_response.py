@@ -104,6 +104,6 @@ def test_responses_that_are_kept_hold_what_mlx_lms_hold() -> None:
 
     theirs = mlx_lm.stream_generate(decoder.model, decoder.tokenizer, PROMPT, max_tokens=40)
     expected = bytes_held(theirs)
-    ours = decoder.stream(PROMPT, max_tokens=40, window_size=10, ngram_size=5, guess_set_size=8)
+    ours = decoder.stream(PROMPT, max_tokens=40, W=10, N=5, G=8)
     # A step's rows are tens. What a decoder keeps beside them is a tenth of this, more or less.
     assert bytes_held(ours) <= 2 * expected
