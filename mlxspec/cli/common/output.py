@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from rich.box import SIMPLE
@@ -300,6 +300,13 @@ def result_report(result: GenerationResult, model: str) -> dict[str, Any]:
     return report
 
 
+class PlainDecoding(NamedTuple):
+    """An answer without drafts: its speed in tokens per second, and whether its text is equal."""
+
+    tps: float
+    text: str
+
+
 @dataclass
 class Figures:
     """Sums of figures over answers, and the panel that shows them.
@@ -309,6 +316,7 @@ class Figures:
         prefill_seconds, seconds: the time for prompts and for generated tokens.
         stats: sums of the answers' stats; None before the first answer.
         answers: the number of answers.
+        plain: the one answer without drafts, if that was measured.
     """
 
     prompt_tokens: int = 0
@@ -318,6 +326,7 @@ class Figures:
     seconds: float = 0.0
     stats: SpeculationStats | None = None
     answers: int = 0
+    plain: PlainDecoding | None = None
 
     def add(self, answer: GenerationResponse | GenerationResult, generated: int) -> None:
         """Count an answer.
@@ -366,7 +375,13 @@ class Figures:
                 ("tokens per step", f"{stats.tokens_per_step:.2f}"),
                 ("acceptance rate", share, accepted),
             ]
-            if stats.gain:
+            if self.plain:
+                gain = ratio(self.generated_tokens / self.seconds / self.plain.tps)
+                rows += [
+                    ("without drafts", self.plain.text, rate(self.plain.tps, 1)),
+                    ("against plain", gain, "measured"),
+                ]
+            elif stats.gain:
                 rows.append(("against plain", ratio(stats.gain), "estimated"))
         grid = Table.grid(padding=(0, 2))
         grid.add_column()
