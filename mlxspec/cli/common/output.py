@@ -57,9 +57,13 @@ def output_console(color: bool | None = None) -> Console:
 
 
 def error_console(color: bool | None = None) -> Console:
-    """A console on standard error; ``color`` is as for :func:`mlxspec.terminal.wants_color`."""
+    """A console on standard error; ``color`` is as for :func:`mlxspec.terminal.wants_color`.
+
+    In a file or pipe, requested colours are written, but no progress bars.
+    """
     in_color = wants_color(sys.stderr, color)
-    return Console(stderr=True, force_terminal=sys.stderr.isatty() or in_color, **_look(in_color))
+    shows, animates = sys.stderr.isatty() or in_color, None if sys.stderr.isatty() else False
+    return Console(stderr=True, force_terminal=shows, force_interactive=animates, **_look(in_color))
 
 
 def _look(in_color: bool) -> dict[str, Any]:
