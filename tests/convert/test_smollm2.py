@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import zipfile
 from collections.abc import Mapping
 from itertools import pairwise
@@ -272,6 +273,18 @@ def test_without_an_index_one_line_says_so(
     )
     assert "No matching distribution" in line or "Could not find a version" in line
     assert [*tmp_path.iterdir()] == [index]
+
+
+def test_a_full_disk_is_one_line_before_the_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=90_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(
+        FileError, match="mlx_model: needs 500 MB of disk space, and 90 MB are left"
+    ):
+        smollm2.main(tmp_path / "mlx_model")
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_an_interrupt_leaves_nothing(
