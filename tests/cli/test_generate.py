@@ -415,8 +415,9 @@ def test_a_measured_speed_replaces_the_estimated_one(width: int):
 
 def test_compare_decodes_again_without_drafts(endless: Path):
     options = ("--model", endless, "--prompt", "a", "--max-tokens", 9, "--compare")
-    result = generate(*options, "--temp", 1, "--seed", 3)
+    result = generate(*options, "--temp", 1, "--seed", 3, "--color")
     assert result.stdout.strip()
+    assert "\x1b[?25l" not in result.stderr  # no progress bar hides the cursor in a pipe
     assert re.search(r"without drafts +same text +[\d.,]+/s", result.stderr)
     assert re.search(r"against plain +[\d.]+× +measured", result.stderr)
 
