@@ -67,7 +67,10 @@ def title() -> str:
 
 def drawn(text: str) -> str:
     """A terminal window with a text, as SVG without external fonts."""
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    # With a height, too, since otherwise a dumb terminal has 80 columns.
+    console = Console(
+        record=True, width=COLUMNS, height=25, file=io.StringIO(), force_terminal=True
+    )
     console.print(Text.from_ansi(text))
     svg = console.export_svg(title=title(), theme=THEME, unique_id="demo")
     svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
