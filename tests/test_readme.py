@@ -1,9 +1,9 @@
 """What README and pages show can be pasted: their programs run, their commands and options exist.
 
 Python blocks of a page run one after the other, as one program. Shell blocks of the ``TRIED`` pages
-run, too, as far as their ``mlxspec`` commands go: with the bundled model in the place of any other,
-and with ``FILES`` in the working directory. A block that needs what a test does not have is only
-checked, and says what it needs in a comment on the line before it::
+run, too, as far as their ``mlxspec`` commands go: with the bundled model in the place of any other
+and as ``mlx_model``, and with ``FILES`` in the working directory. A block that needs what a test
+does not have is only checked, and says what it needs in a comment on the line before it::
 
     <!-- needs: a checkpoint -->
 """
@@ -25,6 +25,7 @@ import click
 import pytest
 
 import mlxspec
+from mlxspec.models.model_files import DEMO_DIRECTORY
 from tests.support import command_line
 from tests.support.demo import FLAT, given_costs, keep_costs
 from tests.support.trials import try_equal_models_once
@@ -197,23 +198,13 @@ def test_commands_and_options_in_sentences_exist(page: str) -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with ``FILES``."""
+    """A working directory with ``FILES`` and ``mlx_model``."""
+    (tmp_path / "mlx_model").symlink_to(DEMO_DIRECTORY)
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
     try_equal_models_once(monkeypatch)
     return tmp_path
-
-
-@pytest.mark.slow
-def test_the_demo_answers_the_readme_with_sense(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    costs = given_costs(FLAT)
-    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", lambda *_, **__: costs)
-    (block,) = [b for b in blocks("README.md") if "import load, generate" in b.code]
-    exec(block.code, {})
-    assert capsys.readouterr().out.splitlines() == ["The red fox sees the river."] * 4
 
 
 PYTHON = [page for page in PAGES if any(b.language == "python" for b in blocks(page))]

@@ -9,11 +9,11 @@ import click
 from ..errors import OptionError
 from ..models.model_files import (
     DEMO,
-    NO_MODEL_NAME,
     absolute_name,
     hub_repository,
     is_repository_name,
     local_path,
+    no_such_model,
 )
 from ..terminal import one_line
 from .common.model_choice import known_names, model_or_default
@@ -123,7 +123,7 @@ def _model(name: str, config: dict[str, Any]) -> str:
     if name == DEMO or ALIAS_PREFIX + name in config:
         return name
     if not local_path(name).is_dir() and not is_repository_name(hub_repository(name)[0]):
-        raise OptionError(f"{name}: {NO_MODEL_NAME}")
+        raise OptionError(no_such_model(name))
     return absolute_name(name)
 
 

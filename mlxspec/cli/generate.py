@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 from rich.panel import Panel
+from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from rich.text import Text
 
 from ..distributed import leading
 from ..distributed.launch import launched_rank
-from ..errors import PromptError
+from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
 from .common.generation import Generation, generation_options
@@ -24,6 +25,8 @@ from .common.notes import silence_notes
 from .common.options import COUNT, NAME, check_one, color_option, command, option, options_of
 from .common.output import (
     Figures,
+    PlainDecoding,
+    ProgressBar,
     error_console,
     folding_table,
     prefill_bar,
@@ -36,6 +39,7 @@ from .memory import Memories
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
     from ..drafting.costs import StepTime
+    from ..generation.decoder import Decoder
     from ..generation.response import GenerationResult
 
 
@@ -63,6 +67,7 @@ _output = partial(option, group="Output")
 @_output("-q --quiet", "Show only the text: no figures, progress or notes.")
 @color_option("Output")
 @_output("--stats", "Also show the measured time of steps for each number of rows.")
+@_output("--compare", "Then decode again without drafts, and show both measured speeds.")
 @_output("--json", "Write one JSON object instead of text.", "as_json")
 @_output(
     "--logprobs K",
@@ -83,7 +88,7 @@ def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -
 
     \b
     Examples:
-      mlxspec generate "Say this three times: ..." --stats
+      mlxspec generate "Say this three times: ..." --compare
       git diff | mlxspec generate -q "Write a commit message." > message.txt
       mlxspec generate --model mlx-community/Mistral-7B-Instruct-v0.3-4bit \\
           --prompt-file report.txt "Summarise this in three sentences."
@@ -93,7 +98,7 @@ def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -
       mlx.launch --hostfile macs.json mlxspec generate --model ... --prompt "..."
       mlxspec generate --prompts questions.jsonl --concurrency 16 > answers.jsonl
 
-    "python decoder.py" is the same command.
+    "python decoder.py" is the same command, except that ./mlx_model overrides 'mlxspec config'.
 
     A line of --prompts is JSON: {"prompt": "text"}, {"prompt": [token ids]}, {"messages":
     [{"role": "user", "content": "..."}]} or just "text". It may set "max_tokens", "stop",
@@ -111,6 +116,10 @@ def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -
     made visible at a terminal. Figures, notes and errors go to standard error.
     """
     check_one(quiet=options["quiet"], stats=options["stats"])
+    for other in ("quiet", "as_json", "prompt_cache_file"):
+        name = other.removeprefix("as_")
+        check_one(compare=options["compare"], **{name: options[other]})
+    check_one(compare=options["compare"], prompts=prompts)
     if options["quiet"]:
         silence_notes()
     sources = *vars(options["prompt"]).values(), prompts
@@ -139,7 +148,7 @@ def answer(
     If Ctrl-C ends the generation, it shows the partial result and exits with status 130.
 
     Args:
-        shows: the options ``quiet``, ``color``, ``stats`` and ``as_json``.
+        shows: the options ``quiet``, ``color``, ``stats``, ``compare`` and ``as_json``.
 
     Raises:
         MlxspecError: an option, the prompt or the model is invalid.
@@ -150,6 +159,8 @@ def answer(
     # Check what can be checked without a model before a model is loaded or downloaded.
     source, model = prompt.read(piped=leader is None), model_or_default(generation.model)
     check_one(system_prompt=prompt.system_prompt, prompt_cache_file=prompt_cache_file)
+    if leader and shows["compare"]:
+        raise OptionError("--compare does not work under mlx.launch: leave it out")
     cached = None
     if prompt_cache_file is not None:
         cached = CachedPrompt(prompt_cache_file, model, generation.adapter_path)
@@ -176,7 +187,10 @@ def answer(
         result.step_times, result.prompt_tokens = decoder.step_times.table(), len(tokens)
         if printer:
             printer.finish()
-            console.print("", figures_panel(result, printer.color), sep="\n")
+            plain = None
+            if shows["compare"] and result.finish_reason != "interrupted":
+                plain = decode_plainly(generation, decoder, tokens, result, console, **how)
+            console.print("", figures_panel(result, printer.color, plain), sep="\n")
         else:
             write_json(result_report(result, model))
         generation.note_if_full(decoder.model, result.finish_reason, len(result.tokens))
@@ -188,14 +202,49 @@ def answer(
         sys.exit(INTERRUPTED)
 
 
-def figures_panel(result: GenerationResult, legend: bool) -> Panel:
+def decode_plainly(
+    generation: Generation,
+    decoder: Decoder,
+    tokens: list[int],
+    result: GenerationResult,
+    console: Console,
+    **how: Any,
+) -> PlainDecoding | None:
+    """Generate a result again without drafts; if Ctrl-C ends that, mark it as interrupted."""
+    from ..bench.measure import first_difference
+    from ..generation.decoder import Decoder
+    from ..generation.response import GenerationResult
+
+    plain, without_drafts = GenerationResult(), Decoder(decoder.model, decoder.tokenizer)
+    bar = ProgressBar("without drafts", MofNCompleteColumn(), console=console)
+    with suppress(KeyboardInterrupt), bar:
+        for response in generation.stream(without_drafts, tokens, **how):
+            plain.add(response)
+            bar(response.generation_tokens, len(result.tokens))
+    if plain.finish_reason == "interrupted":
+        result.finish_reason = "interrupted"
+        return None
+    difference = first_difference(
+        decoder.model, tokens, plain.tokens, result.tokens, generation.sampling
+    )
+    if difference is None:
+        text = "same text"
+    else:
+        text = "near tie" if difference.near_tie else "other text"
+    return PlainDecoding(plain.generation_tps, text)
+
+
+def figures_panel(
+    result: GenerationResult, legend: bool, plain: PlainDecoding | None = None
+) -> Panel:
     """The figures of a generation, and a legend for the two colours.
 
     Args:
         result: the finished generation.
         legend: whether to add the legend.
+        plain: the same generation without drafts, if that was measured.
     """
-    figures = Figures()
+    figures = Figures(plain=plain)
     figures.add(result, len(result.tokens))
     meaning = f"{colored('■ accepted draft', True)}  {colored('■ target’s own', False)}"
     return figures.panel(

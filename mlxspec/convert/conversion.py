@@ -17,7 +17,7 @@ from ..errors import FileError, LoadError, OptionError
 from ..files import new_directory
 from ..models.heads.loading import head_directory
 from ..models.model import load_lazily
-from ..models.model_files import find_directory, local_path, read_config
+from ..models.model_files import find_directory, local_path, no_such_model, read_config
 from ..terminal import one_line
 from .hugging_face import copy_tokenizer, load_head_alone
 from .original import load_original
@@ -84,6 +84,8 @@ def convert(
         about = None
         if hf_path is None:
             source = local_path(torch_path or "")
+            if not source.is_dir():
+                raise LoadError(no_such_model(os.fspath(torch_path or "")))
             model, config = load_original(source, Path(d))
         elif head:
             model, config, about = load_head_alone(head_directory(hf_path, revision))

@@ -6,6 +6,8 @@ import json
 import os
 import re
 from collections.abc import Collection
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,6 +31,8 @@ _HUB_URL = re.compile(
     r"(?:/(?:tree|blob|resolve)/(?P<revision>[^/?#]+)(?:/[^?#]*)?)?/?(?:[?#].*)?"
 )
 
+
+_SIMILAR = 0.75  # of the letters of both names must match; one letter of four may be wrong
 
 # --- find the files ---
 
@@ -56,13 +60,53 @@ def find_directory(
         return path
     repository, its_revision = hub_repository(name)
     if path.exists() or not is_repository_name(repository):
-        raise LoadError(f"{name}: {NO_MODEL_NAME}")
-    return download(repository, revision or its_revision, weights=weights)
+        raise LoadError(no_such_model(name))
+    try:
+        return download(repository, revision or its_revision, weights=weights)
+    except LoadError as error:
+        if near := _similar_directory(path):
+            raise LoadError(f"{error}; or did you mean the directory {near}?") from error
+        raise
 
 
 def local_path(name: str | os.PathLike[str]) -> Path:
     """A name as a path, with ``~`` and ``~USER`` expanded if that user has a home directory."""
     return Path(os.path.expanduser(name))
+
+
+def no_such_model(name: str) -> str:
+    """The error for a name that is neither a directory's nor a repository's, with the remedy.
+
+    It may be misspelt, a file's, or a name from another program, such as Ollama.
+    """
+    path = local_path(name)
+    if _is_gguf(path):
+        return (
+            f"{name}: a GGUF file; convert it to a directory with gguf2mlx (pip install gguf2mlx; "
+            "gguf2mlx --input FILE --output DIRECTORY)"
+        )
+    if path.is_file():
+        return f"{name}: a file, not a model's directory; {_USE_MLX}"
+    if near := _similar_directory(path):
+        return f"{name}: no such directory; did you mean {near}?"
+    return (
+        f"{name}: no such directory, and not the name of a Hub repository (owner/name); {_USE_MLX}"
+    )
+
+
+def _is_gguf(path: Path) -> bool:
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+    return False
+
+
+def _similar_directory(path: Path) -> Path | None:
+    """A directory beside ``path`` whose name differs little from its name."""
+    with suppress(OSError):
+        names = [other.name for other in path.parent.iterdir() if other.is_dir()]
+        similar = get_close_matches(path.name, sorted(names), 1, _SIMILAR)
+        return path.with_name(similar[0]) if similar else None
+    return None
 
 
 def absolute_name(name: str) -> str:
@@ -131,12 +175,9 @@ _DOWNLOAD_PROBLEMS = {
 }
 
 _USE_MLX = (
-    "use a model for MLX, in safetensors and not GGUF, such as those of "
+    "use a model for MLX, in safetensors and not GGUF (gguf2mlx converts it), such as those of "
     "https://huggingface.co/mlx-community/models, or convert an original with `mlxspec convert`"
 )
-
-NO_MODEL_NAME = f"no such directory, and not the name of a Hub repository (owner/name); {_USE_MLX}"
-"""The error for a wrong name, such as a GGUF file's or Ollama's, with the remedy."""
 
 
 # --- check the files ---

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console, RenderableType
 
+from mlxspec.cli.common.generation import Generation
+from mlxspec.cli.common.output import PlainDecoding
 from mlxspec.cli.generate import (
     figures_panel,
     generate_command,
@@ -18,6 +21,8 @@ from mlxspec.cli.generate import (
 )
 from mlxspec.drafting.costs import StepTime
 from mlxspec.engine.target import Target
+from mlxspec.generation.decoder import Decoder
+from mlxspec.generation.drafting import Auto
 from mlxspec.generation.response import (
     GenerationResponse,
     GenerationResult,
@@ -303,6 +308,9 @@ def test_ctrl_c_with_json_writes_what_there_is(endless: Path, monkeypatch: pytes
             "--repetition-context-size has no effect without --repetition-penalty",
         ),
         (("--quiet", "--stats"), "--quiet and --stats are given together: choose one"),
+        (("--quiet", "--compare"), "--compare and --quiet are given together: choose one"),
+        (("--json", "--compare"), "--compare and --json are given together: choose one"),
+        (("--prompts", "-", "--compare"), "--compare and --prompts are given together: choose one"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -393,6 +401,42 @@ def test_what_was_gained_is_told_where_steps_were_measured(width: int):
     panel = "\n".join(lines(figures_panel(gained, False), width))
     assert re.search(r"against plain +1\.50× +estimated", panel)
     assert "against plain" not in "\n".join(lines(figures_panel(RESULT, False), width))
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_measured_speed_replaces_the_estimated_one(width: int):
+    gained = replace(RESULT, stats=replace(RESULT.stats, cost=2000.0))
+    plain = PlainDecoding(RESULT.generation_tps / 2, "same text")
+    panel = "\n".join(lines(figures_panel(gained, False, plain), width))
+    assert re.search(r"without drafts +same text +[\d.,]+/s", panel)
+    assert re.search(r"against plain +2\.00× +measured", panel)
+    assert "estimated" not in panel
+
+
+def test_compare_decodes_again_without_drafts(endless: Path):
+    options = ("--model", endless, "--prompt", "a", "--max-tokens", 9, "--compare")
+    result = generate(*options, "--temp", 1, "--seed", 3, "--color")
+    assert result.stdout.strip()
+    assert "\x1b[?25l" not in result.stderr  # no progress bar hides the cursor in a pipe
+    assert re.search(r"without drafts +same text +[\d.,]+/s", result.stderr)
+    assert re.search(r"against plain +[\d.]+× +measured", result.stderr)
+
+
+def test_ctrl_c_while_decoding_again_shows_the_panel(
+    endless: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stream = Generation.stream
+
+    def interrupted(self: Generation, decoder: Decoder, *args: object, **more: object) -> Iterator:
+        if not isinstance(decoder.drafting, Auto):
+            raise KeyboardInterrupt
+        yield from stream(self, decoder, *args, **more)
+
+    monkeypatch.setattr(Generation, "stream", interrupted)
+    result = generate("--model", endless, "--prompt", "a", "--max-tokens", 9, "--compare")
+    assert result.exit_code == 130
+    assert "interrupted" in result.stderr
+    assert "without drafts" not in result.stderr
 
 
 def test_an_interrupted_generation_is_marked():

@@ -2,11 +2,15 @@
 
 import json
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
+import mlxspec
 from mlxspec.cli.common.model_choice import DEMO_CAN, model_or_default
 from tests.support.command_line import run
+
+ROOT = Path(mlxspec.__file__).parent.parent
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +32,25 @@ def test_the_first_that_names_a_model_decides(work: Path, monkeypatch: pytest.Mo
     assert found == ["demo", "mlx_model", "owner/configured", "owner/named", "owner/asked"]
     monkeypatch.setenv("MLXSPEC_MODEL", "")
     assert model_or_default(None) == "owner/configured"
+
+
+def test_decoder_py_runs_what_convert_py_has_written(work: Path, monkeypatch: pytest.MonkeyPatch):
+    """The configuration does not override it; the environment and the option do."""
+    found: list[str] = []
+    monkeypatch.setattr("mlxspec.__main__.run", lambda *_: found.append(model_or_default(None)))
+    run("config", "set", "model", "owner/configured")
+
+    def start_it() -> None:
+        run_path(str(ROOT / "decoder.py"), run_name="__main__")
+
+    start_it()
+    (work / "mlx_model").mkdir()
+    monkeypatch.setenv("MLXSPEC_MODEL", "owner/named")
+    start_it()
+    monkeypatch.delenv("MLXSPEC_MODEL")
+    start_it()  # sets it
+    monkeypatch.delenv("MLXSPEC_MODEL")
+    assert found == ["owner/configured", "owner/named", "mlx_model"]
 
 
 def test_aliases_serve_in_the_environment_and_in_the_configuration(

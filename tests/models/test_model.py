@@ -151,7 +151,7 @@ def test_places_without_a_model_are_named(tmp_path: Path) -> None:
     assert "no such directory" in load_error("mlx_model_of_nobody")
     file = tmp_path / "model.safetensors"
     file.touch()
-    assert "no such directory" in load_error(file)
+    assert "a file, not a model's directory" in load_error(file)
     assert "no config.json" in load_error(tmp_path)
     (tmp_path / "consolidated.00.pth").touch()
     assert "`mlxspec convert`" in load_error(tmp_path)

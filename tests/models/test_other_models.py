@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from mlxspec.convert.conversion import convert
 from mlxspec.errors import LoadError
 from mlxspec.models import model_files
 from mlxspec.models.model import load
@@ -26,7 +28,8 @@ MLX_MODELS = "https://huggingface.co/mlx-community/models"
 
 
 def names_models_for_mlx(message: str) -> bool:
-    return MLX_MODELS in message and "`mlxspec convert`" in message and "not GGUF" in message
+    remedies = MLX_MODELS, "`mlxspec convert`", "not GGUF (gguf2mlx converts it)"
+    return all(remedy in message for remedy in remedies)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +42,45 @@ def test_a_name_that_may_be_another_program_s(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "sha256-0a1b"])
-def test_a_file_is_no_model(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"GGUF\x03\0\0\0")
-    assert names_models_for_mlx(refused(tmp_path / name))
-    with pytest.raises(LoadError, match="GGUF"):
-        load_tokenizer_of(tmp_path / name)
+def test_a_gguf_file_is_named_with_its_converter(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_bytes(b"GGUF\x03\0\0\0")
+    conversion = partial(convert, hf_path=file, mlx_path=tmp_path / "new")
+    for use in (partial(load, file), partial(load_tokenizer_of, file), conversion):
+        with pytest.raises(LoadError) as caught:
+            use()
+        assert str(caught.value).startswith(f"{file}: a GGUF file; convert it")
+        assert "pip install gguf2mlx" in str(caught.value)
+    assert [*tmp_path.iterdir()] == [file]
+
+
+def test_another_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"PK")
+    message = refused(tmp_path / "model.bin")
+    assert "a file, not a model's directory" in message
+    assert names_models_for_mlx(message)
+
+
+@pytest.mark.parametrize("wrong", ["mistal", "Mistral", "mistral-", "mixtral"])
+def test_a_directory_of_a_similar_name_is_suggested(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "mistral").mkdir()
+    (tmp_path / "mistral.txt").touch()
+    assert refused(tmp_path / wrong).endswith(f"; did you mean {tmp_path / 'mistral'}?")
+    assert "did you mean" not in refused(tmp_path / "gemma")
+
+
+def test_a_similar_directory_is_suggested_beside_the_hub_s_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(name: str, revision: str | None, *, weights: object) -> Path:
+        raise LoadError(f"{name}: no such repository")
+
+    monkeypatch.setattr(model_files, "download", download)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mistral").mkdir(parents=True)
+    hint = "; or did you mean the directory models/mistral?"
+    assert refused("models/mistrl") == f"models/mistrl: no such repository{hint}"
+    assert refused("models/gemma") == "models/gemma: no such repository"
 
 
 @pytest.mark.parametrize("config", [True, False])

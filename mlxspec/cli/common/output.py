@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 from rich.box import SIMPLE
@@ -57,9 +57,13 @@ def output_console(color: bool | None = None) -> Console:
 
 
 def error_console(color: bool | None = None) -> Console:
-    """A console on standard error; ``color`` is as for :func:`mlxspec.terminal.wants_color`."""
+    """A console on standard error; ``color`` is as for :func:`mlxspec.terminal.wants_color`.
+
+    In a file or pipe, requested colours are written, but no progress bars.
+    """
     in_color = wants_color(sys.stderr, color)
-    return Console(stderr=True, force_terminal=sys.stderr.isatty() or in_color, **_look(in_color))
+    shows, animates = sys.stderr.isatty() or in_color, None if sys.stderr.isatty() else False
+    return Console(stderr=True, force_terminal=shows, force_interactive=animates, **_look(in_color))
 
 
 def _look(in_color: bool) -> dict[str, Any]:
@@ -300,6 +304,13 @@ def result_report(result: GenerationResult, model: str) -> dict[str, Any]:
     return report
 
 
+class PlainDecoding(NamedTuple):
+    """An answer without drafts: its speed in tokens per second, and whether its text is equal."""
+
+    tps: float
+    text: str
+
+
 @dataclass
 class Figures:
     """Sums of figures over answers, and the panel that shows them.
@@ -309,6 +320,7 @@ class Figures:
         prefill_seconds, seconds: the time for prompts and for generated tokens.
         stats: sums of the answers' stats; None before the first answer.
         answers: the number of answers.
+        plain: the one answer without drafts, if that was measured.
     """
 
     prompt_tokens: int = 0
@@ -318,6 +330,7 @@ class Figures:
     seconds: float = 0.0
     stats: SpeculationStats | None = None
     answers: int = 0
+    plain: PlainDecoding | None = None
 
     def add(self, answer: GenerationResponse | GenerationResult, generated: int) -> None:
         """Count an answer.
@@ -366,7 +379,13 @@ class Figures:
                 ("tokens per step", f"{stats.tokens_per_step:.2f}"),
                 ("acceptance rate", share, accepted),
             ]
-            if stats.gain:
+            if self.plain:
+                gain = ratio(self.generated_tokens / self.seconds / self.plain.tps)
+                rows += [
+                    ("without drafts", self.plain.text, rate(self.plain.tps, 1)),
+                    ("against plain", gain, "measured"),
+                ]
+            elif stats.gain:
                 rows.append(("against plain", ratio(stats.gain), "estimated"))
         grid = Table.grid(padding=(0, 2))
         grid.add_column()
