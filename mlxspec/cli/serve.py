@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import ipaddress
 import json
 import math
 import os
@@ -30,7 +31,7 @@ from ..engine.params import CacheOptions, SamplingParams
 from ..errors import OptionError, printable
 from ..files import is_ours_alone
 from ..models.model_files import local_path
-from ..process import give_back_large_blocks
+from ..process import INTERRUPTED, give_back_large_blocks
 from ..terminal import one_line
 from .common.generation import API_KEY, DraftingOptions, Generation
 from .common.model_choice import (
@@ -297,20 +298,24 @@ def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
         entries = loader.entries()
         default = None if entries else default_model()
         catalog = Catalog(
-            worker, loader.load, entries, loader.find, loader.save, default=default, log=log
+            worker,
+            loader.load,
+            entries,
+            loader.find,
+            loader.refresh,
+            loader.save,
+            default=default,
+            log=log,
         )
         # SIGTERM acts like Ctrl-C.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         serving.callback(signal.signal, signal.SIGTERM, usual)
+        # A thread that is loading a model cannot be interrupted inside a library.
+        late = threading.Timer(_LAST_LINES, os._exit, (INTERRUPTED,))
+        late.daemon = True
+        serving.callback(late.cancel)
         serving.callback(worker.stop)
         serving.callback(catalog.close)
-        catalog.start()
-        if loader.names:
-            note_if_demo(loader.names[0])
-        if not options.quiet:
-            console.print(_about(options.host, listening, catalog, bool(loader.keys)))
-        if not (options.quiet or options.log_json):
-            loader.memories.suggest_once()
         app = create_app(
             catalog,
             max_tokens=options.max_tokens,
@@ -319,7 +324,11 @@ def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
             strict_model_names=options.strict_model_names,
             on_refusal=lambda path, error: log(refusal_record(path, error)),
         )
-        _serve(app, listening, catalog, loader)
+        try:
+            _serve(app, listening, catalog, loader, console)
+        except KeyboardInterrupt:
+            late.start()
+            raise
         # After an error nothing is saved, since the worker may still be using the prefixes.
         catalog.close()
         worker.stop()
@@ -345,6 +354,13 @@ def _keys(file: Path | None, other: str) -> list[str]:
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name
+        return False
+
+
 def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | None:
     """The host names that requests may use for the server; None for any.
 
@@ -354,8 +370,8 @@ def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | N
     from ..server.auth import host_name
 
     names = {host_name(name) for name in allowed}
-    if host in _LOOPBACK:
-        return {*map(bracketed, _LOOPBACK), *names}
+    if _is_loopback(host):
+        return {*map(bracketed, (*_LOOPBACK, host)), *names}
     if not keys:
         raise OptionError(
             f"--host {host} can be reached from other machines: give a key with --api-key-file or "
@@ -469,6 +485,29 @@ class _Loader:
                 )
         return [*entries.values()]
 
+    def refresh(self, entry: Entry) -> None:
+        """Read a model's sizes from its files.
+
+        Raises:
+            ApiError: 404, its directory is gone.
+        """
+        from ..engine.model_sizes import stated_context_length
+        from ..models.model_files import read_config
+        from ..models.on_machine import model_files
+        from ..server.body import ApiError
+
+        directory = local_path(entry.path)
+        if entry.path in self.paths and not (entry.nbytes and directory.is_dir()):
+            return  # its first load, or a repository on the Hub
+        if not directory.is_dir():
+            raise ApiError(
+                f"{one_line(str(directory))} is gone: use another model that /v1/models lists",
+                status=404,
+                code="model_not_found",
+            )
+        entry.nbytes = model_files(directory).memory_bytes
+        entry.context_length = stated_context_length(read_config(directory))
+
     def load(self, entry: Entry, on_read: OnRead) -> ServedModel:
         """Load a model; its steps have not been measured yet."""
         from ..server.served_model import ServedModel
@@ -476,8 +515,8 @@ class _Loader:
         is_named = entry.path in self.paths
         how = self.named.for_model(entry.path, is_named)
         decoder = how.load(None, self.memories, self.leader, on_read)
-        # To find these out, many forwards are run. Other models can answer meanwhile.
-        _ = decoder.capability, decoder.joint_mode
+        _ = decoder.capability  # if this takes forwards, other models can answer meanwhile
+        on_read(0)  # the server may be shutting down
         owner = self.keys[0] if len(self.keys) == 1 else ""
         most = self.memory.most_cached
         served = ServedModel(entry.name, decoder, how.caches, most, self.template, owner)
@@ -579,28 +618,57 @@ def _about(host: str, listening: socket.socket, catalog: Catalog, with_key: bool
 _LAST_ERRORS = 2.0  # seconds in which clients can receive the error if a rank is lost
 
 
-def _serve(app: Any, listening: socket.socket, catalog: Catalog, loader: _Loader) -> None:
-    """Answer requests until Ctrl-C or SIGTERM; then give running ones ``--grace`` seconds to end.
+def _serve(
+    app: Any, listening: socket.socket, catalog: Catalog, loader: _Loader, console: Console
+) -> None:
+    """Load the initial models and answer requests until Ctrl-C or SIGTERM; then give running ones
+    ``--grace`` seconds to end.
 
     If a rank is lost, running requests end at once with an error.
+
+    Raises:
+        KeyboardInterrupt: a signal came before the models were loaded; the process must end.
+        MlxspecError: a model cannot be loaded.
     """
     from ..server.body import ApiError
     from ..server.connections import HttpServer
 
-    worker, ended, grace = catalog.worker, threading.Event(), loader.options.grace
+    worker, ended, options = catalog.worker, threading.Event(), loader.options
+    grace = options.grace
+    failures: list[Exception] = []
+
+    def on_start(error: Exception | None) -> None:
+        if error:
+            failures.append(error)
+            server.should_exit = True
+            return
+        if loader.names:
+            note_if_demo(loader.names[0])
+        if not options.quiet:
+            console.print(_about(options.host, listening, catalog, bool(loader.keys)))
+        if not (options.quiet or options.log_json):
+            loader.memories.suggest_once()
 
     def on_exit() -> None:
-        if worker.requests or any(entry.waiting for entry in catalog.entries):
+        if catalog.starting:
+            server.force_exit = True
+        elif worker.requests or any(entry.waiting for entry in catalog.entries):
             note(f"{grace:g} s for running requests to end; press Ctrl-C again to stop at once")
 
-    server = HttpServer(app, grace=grace, on_exit=on_exit)
+    ending = "the server is shutting down"
+    server = HttpServer(
+        app,
+        grace=grace,
+        on_exit=on_exit,
+        on_end=lambda: worker.fail(ApiError(ending, status=503)),
+    )
 
     def on_loss(line: str) -> None:
-        line = f"the server is shutting down: {line.removeprefix('Error: ')}"
-        worker.fail(ApiError(line, status=503))
+        worker.fail(ApiError(f"{ending}: {line.removeprefix('Error: ')}", status=503))
         server.should_exit = True
         ended.wait(_LAST_ERRORS)
 
+    catalog.on_start = on_start
     if loader.leader:
         loader.leader.channel.on_loss = on_loss
     # The objects that exist now never become garbage. Without this call, each full collection would
@@ -609,6 +677,10 @@ def _serve(app: Any, listening: socket.socket, catalog: Catalog, loader: _Loader
     with suppress(KeyboardInterrupt):  # uvicorn raises it again after its shutdown
         server.run(sockets=[listening])
     ended.set()
+    if failures:
+        raise failures[0]
+    if catalog.starting and not worker.ending:  # a lost rank ends the process with its own line
+        raise KeyboardInterrupt
 
 
 # --- a log line for each request ---

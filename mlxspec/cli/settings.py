@@ -19,7 +19,7 @@ import click
 import platformdirs
 
 from ..errors import FileError, OptionError
-from ..files import SHARED, directory_in, replaced
+from ..files import SHARED, directory_in, is_special, replaced
 
 # --- the user's settings ---
 
@@ -156,8 +156,10 @@ class SettingsFile:
 
         Raises:
             OSError: it cannot be read.
-            FileError: it is not UTF-8.
+            FileError: it is a pipe or a device, or not UTF-8.
         """
+        if is_special(self.path):
+            raise FileError(f"{self.path}: a pipe, a socket or a device; remove it")
         try:
             return self.path.read_bytes().decode()
         except FileNotFoundError:
@@ -184,7 +186,7 @@ class SettingsFile:
             new = _render(kind, wanted, settings, text)
             if _parse(kind, new) != wanted:
                 raise ValueError("the edit would change other settings")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())
             raise FileError(
                 f"{self.path}: cannot be edited as {kind} ({reason}); change it by hand"

@@ -7,8 +7,10 @@ follow the branches of a draft, so each row of a step gets the mask for its own 
 from __future__ import annotations
 
 import copy
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import llguidance
@@ -23,7 +25,9 @@ from .compiling import compiled, in_one_line
 from .compiling_process import ByteTokens
 from .params import Constraint, Phase, Phases
 
-_KEPT = 64  # compiled constraints per tokenizer
+_MOST_KEPT = 64 << 20  # bytes of compiled constraints per tokenizer, by the estimate below
+# A compiled choice of texts takes 43 to 70 bytes for each of its characters.
+_BYTES_PER_CHARACTER, _LEAST_BYTES = 64, 1 << 18
 _MOST_FORCED = 1024  # tokens to return at once, since forced text can have any length
 
 _ANCHOR = "☺"  # no token merges it with the text after it
@@ -39,9 +43,13 @@ class Vocabulary:
 
     Raises:
         OptionError: the tokenizer lacks a token that ends an output, or one for an ASCII character.
+
+    Attributes:
+        nbytes: an estimate of the bytes of the compiled constraints that are kept.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int) -> None:
+        self.nbytes = 0
         self.vocab_size = vocab_size
         self.ends = [token for token in sorted(tokenizer.eos_token_ids) if token < vocab_size]
         if not self.ends:
@@ -72,7 +80,16 @@ class Vocabulary:
         )
         texts = {token: bytes_of[token].decode("latin-1") for token in sorted(special)}
         outline = {"size": vocab_size, "ends": self.ends, "special": texts}
-        self.compiled = lru_cache(_KEPT)(partial(compiled, tokens=self.tokens, outline=outline))
+        self._compile = partial(compiled, tokens=self.tokens, outline=outline)
+        self._compiled: OrderedDict[Constraint, llguidance.LLMatcher] = OrderedDict()
+        """The last used constraints, compiled; the least recently used comes first."""
+        self._keeping = threading.Lock()
+
+    @staticmethod
+    def kept_on(tokenizer: TokenizerWrapper) -> Vocabulary | None:
+        """The vocabulary that :meth:`of` has kept on a tokenizer, if any."""
+        kept = getattr(tokenizer, "_mlxspec_vocabulary", None)
+        return kept[1] if kept else None
 
     @classmethod
     def of(cls, tokenizer: TokenizerWrapper, vocab_size: int) -> Vocabulary:
@@ -108,7 +125,19 @@ class Vocabulary:
 
     def matcher(self, constraint: Constraint) -> llguidance.LLMatcher:
         """A matcher at the beginning of a constraint; raises as :func:`compiled` does."""
-        return self.compiled(constraint).deep_copy()
+        found = self._compiled.get(constraint) or self._compile(constraint)
+        with self._keeping:
+            if constraint not in self._compiled:
+                self._compiled[constraint] = found
+                self.nbytes += _compiled_bytes(constraint)
+            self._compiled.move_to_end(constraint)
+            while len(self._compiled) > 1 and self.nbytes > _MOST_KEPT:
+                self.nbytes -= _compiled_bytes(self._compiled.popitem(last=False)[0])
+        return found.deep_copy()
+
+
+def _compiled_bytes(constraint: Constraint) -> int:
+    return max(_LEAST_BYTES, _BYTES_PER_CHARACTER * len(constraint.text))
 
 
 def _special_tokens(tokenizer: TokenizerWrapper, vocab_size: int) -> set[int]:

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import cached_property
 from traceback import walk_stack
 
 from mlx_lm.generate import generation_stream, wired_limit
@@ -25,6 +24,9 @@ from .response import GenerationResponse
 
 # Tokens of a prompt. Smaller chunks barely shorten a stall, and larger ones are no faster.
 _LEAST_CHUNK, _MOST_CHUNK = 16, 2048
+# Even if nothing waits, a chunk should end soon, since nothing can interrupt it. Chunks of this
+# many tokens are about as fast as larger ones where they take long.
+_SECONDS, _LEAST_ALONE = 1.0, 256
 _CHANGE = 0.3  # weight of the newest chunk in the running average of the prefill's speed
 _LEAST_UNREAD = 16  # a paused request resumes once this few responses are unread
 
@@ -84,6 +86,9 @@ class Engine:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         """Requests that have started; a request whose chunk has run moves to the end."""
+        self._joins = False
+        """Whether the batch is made for several sequences."""
+        self._batch = self._new_batch(JointMode.ALONE)
 
     def add(self, *requests: Request) -> None:
         """Queue requests; they start when others leave room."""
@@ -198,10 +203,12 @@ class Engine:
 
     def _chunk(self) -> int:
         """How many tokens of a prompt to run next."""
-        if self._deadline == math.inf:
+        if self.stall == math.inf:
             return sys.maxsize  # as many as the request's options allow
-        seconds = self._deadline - time.perf_counter()
-        return max(_LEAST_CHUNK, int(min(_MOST_CHUNK, self._prefill_speed * seconds)))
+        alone = self._deadline == math.inf
+        seconds = _SECONDS if alone else self._deadline - time.perf_counter()
+        least = _LEAST_ALONE if alone else _LEAST_CHUNK
+        return max(least, int(min(_MOST_CHUNK, self._prefill_speed * seconds)))
 
     def _run_chunk(self, request: Request) -> None:
         """Run the next chunk of a prompt; after the last chunk, the request decodes."""
@@ -218,7 +225,7 @@ class Engine:
                 if before < done < total:
                     break
             else:
-                self._batch.join(sequence)
+                self._join(sequence)
                 request.state = State.DECODE
         except Exception as error:
             self._end(request, error)
@@ -289,9 +296,19 @@ class Engine:
             while request in requests:  # twice if a move was interrupted
                 requests.remove(request)
 
-    @cached_property
-    def _batch(self) -> Batch:
-        mode = JointMode.ALONE if self._max_active == 1 else self._decoder.joint_mode
+    def _join(self, sequence: Sequence) -> None:
+        """Add a sequence whose prompt has run to the batch."""
+        decoding = (one for one in self._running if one.state in (State.DECODE, State.PAUSED))
+        others = [one.sequence for one in decoding if one.sequence]
+        if others and not self._joins and self._max_active > 1:
+            # To find out the mode can take many forwards, and a request alone never needs it.
+            batch = self._new_batch(self._decoder.joint_mode)
+            for other in others:
+                batch.join(other)
+            self._batch, self._joins = batch, True
+        self._batch.join(sequence)
+
+    def _new_batch(self, mode: JointMode) -> Batch:
         return Batch(self._decoder.model, mode, self.stall == math.inf, self._spare)
 
 

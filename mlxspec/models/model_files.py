@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import LoadError
+from ..files import is_special
 from ..terminal import one_line
 
 if TYPE_CHECKING:
@@ -189,6 +190,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     Raises:
         LoadError: the file cannot be read, or has other content.
     """
+    check_not_special(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -200,6 +202,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def check_not_special(path: Path) -> None:
+    """Raise LoadError for a pipe, a socket or a device."""
+    if is_special(path):
+        raise LoadError(f"{path}: a pipe, a socket or a device; remove it")
+
+
 def read_config(directory: Path) -> dict[str, Any]:
     """``config.json``, with the EOS ids of ``generation_config.json`` if it has any.
 
@@ -208,6 +216,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     if not (directory / "config.json").is_file():
         raise LoadError(f"{directory}: no config.json; {_USE_MLX}")
+    for path in directory.iterdir():
+        check_not_special(path)
     config = read_json_object(directory / "config.json")
     if config.get("model_file") is not None:
         raise LoadError(
@@ -257,6 +267,7 @@ def check_weights_file(path: Path) -> dict[str, mx.array]:
     import mlx.core as mx
     from safetensors import SafetensorError, safe_open
 
+    check_not_special(path)
     try:
         with safe_open(path, "np"):  # unlike MLX, checks the header and the length
             return cast("dict[str, mx.array]", mx.load(str(path)))

@@ -7,17 +7,26 @@ collects the parsed parts: text, reasoning and tool calls. Each API renders thes
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 import secrets
 import string
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -408,6 +417,10 @@ class ApiAnswer(ABC):
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = choices
 
+    def read_with(self, tokenizer: TokenizerWrapper, format: OutputFormat | None) -> None:
+        """Set the tokenizer and the format of the outputs, before the first event."""
+        self.choices = [Choice(choice.index, format) for choice in self.choices]
+
     @property
     def done(self) -> bool:
         """Whether all choices have ended."""
@@ -490,8 +503,7 @@ async def answered(
     request.state.uses.callback(stream.close)  # also if the client leaves before the first event
     if streamed:
         content = _server_sent_events(stream, answer, keep_alive)
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **answer.headers}
-        return StreamingResponse(content, headers=headers, media_type="text/event-stream")
+        return StreamingResponse(content, headers=_stream_headers(answer), media_type=_EVENTS)
     async with aclosing(stream.events(_LOOKING)) as happening:
         async for events in happening:
             answer.feed(events)
@@ -499,6 +511,55 @@ async def answered(
             if await request.is_disconnected():
                 return Response(status_code=499)
     return JSONResponse(answer.whole(), headers=answer.headers)
+
+
+async def kept_alive(
+    request: Request,
+    responding: Coroutine[Any, Any, Response],
+    answer: ApiAnswer,
+    patience: float,
+    on_refusal: Callable[[ApiError], object],
+) -> Response:
+    """A streamed response that may take long to begin, since its model is being loaded.
+
+    If it has not begun in time, its stream begins with keep-alives. An error is then sent in it.
+
+    Args:
+        request: the client's request.
+        responding: returns the response.
+        answer: the answer that is streamed.
+        patience: seconds after which a keep-alive is sent.
+        on_refusal: called with an error that is sent in the stream.
+    """
+    task = asyncio.create_task(responding)
+    request.state.uses.callback(task.cancel)  # if the client leaves
+
+    async def content() -> AsyncIterator[str]:
+        while not task.done():
+            yield answer.keep_alive()
+            await asyncio.wait([task], timeout=patience)
+        try:
+            events = cast(StreamingResponse, task.result()).body_iterator
+        except Exception as error:
+            refusal = _as_api_error(error)
+            on_refusal(refusal)
+            yield framed(answer.failed(refusal)) + answer.end
+            return
+        async with aclosing(cast(AsyncGenerator[str, None], events)):
+            async for text in events:
+                yield cast(str, text)
+
+    await asyncio.wait([task], timeout=patience)
+    if task.done():
+        return task.result()
+    return StreamingResponse(content(), headers=_stream_headers(answer), media_type=_EVENTS)
+
+
+_EVENTS = "text/event-stream"
+
+
+def _stream_headers(answer: ApiAnswer) -> dict[str, str]:
+    return {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **answer.headers}
 
 
 def framed(chunk: dict[str, Any]) -> str:

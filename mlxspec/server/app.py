@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -27,8 +27,8 @@ from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.options import GenerationOptions
 from ..generation.request import State
-from .answer import FAILED, ApiAnswer, answered
-from .auth import AuthMiddleware, body_of
+from .answer import FAILED, ApiAnswer, answered, kept_alive
+from .auth import MOST_BYTES, AuthMiddleware, body_of, stated_length
 from .body import ApiError, error_response, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
 from .messages import MessagesAnswer, MessagesBody, messages_headers
@@ -77,7 +77,7 @@ def create_app(
             on_refusal(request.url.path, refusal)
         return error_response(refusal, request.url.path)
 
-    endpoints = Endpoints(catalog, max_tokens, keep_alive, strict_model_names)
+    endpoints = Endpoints(catalog, max_tokens, keep_alive, strict_model_names, on_refusal)
     guarded = Mount(
         "",
         routes=[*endpoints.routes(), *_status_routes(catalog)],
@@ -88,7 +88,7 @@ def create_app(
     )
     return Starlette(
         routes=[guarded],
-        lifespan=catalog.watching,
+        lifespan=catalog.running,
         exception_handlers={ApiError: refused, HTTPException: refused, Exception: _server_error},
     )
 
@@ -108,8 +108,11 @@ async def _server_error(request: Request, error: Exception) -> Response:
 
 # --- the three APIs ---
 
-_SLOW = 4  # the most large bodies and constraints that are processed at the same time
-_LARGE = 1 << 20  # a body of more bytes is large: parsing it may take a second and 100 MB
+_COMPILING = 4  # the most constraints that are compiled at the same time
+_SLOW = 1 << 18  # bytes; only one larger body at a time is parsed, since that delays the event loop
+# Bodies that are being read, or wait to be parsed, must not fill the memory: by their size in
+# bytes, the most at the same time. Others are not read meanwhile.
+_BODIES = {1 << 16: None, 1 << 20: 128, MOST_BYTES: 4}
 
 _Result = TypeVar("_Result")
 _Chat = TypeVar("_Chat", bound=ApiBody)
@@ -124,12 +127,15 @@ class Endpoints:
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         keep_alive: seconds without data after which a stream sends a keep-alive.
         strict: whether an unknown model name is always an error.
+        on_refusal: called with the path and the error of each request that is refused after its
+            stream has begun.
     """
 
     catalog: Catalog
     max_tokens: int
     keep_alive: float
     strict: bool = False
+    on_refusal: Callable[[str, ApiError], object] = lambda path, error: None
 
     def __post_init__(self) -> None:
         self._worker = self.catalog.worker
@@ -137,7 +143,12 @@ class Endpoints:
         # Only one thread at a time may use a tokenizer.
         self._tokenizing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         # Slow work must not occupy all threads.
-        self._slow = asyncio.Semaphore(_SLOW)
+        self._compiling = asyncio.Semaphore(_COMPILING)
+        self._parsing = asyncio.Lock()
+        self._bodies = {
+            size: asyncio.Semaphore(most) if most else nullcontext()
+            for size, most in _BODIES.items()
+        }
         self._responses = ResponseStore()
 
     def routes(self) -> list[Route]:
@@ -162,22 +173,13 @@ class Endpoints:
 
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``"""
-        body, served, prompt = await self._read_chat(request, partial(parse, ChatBody))
-        answer = ChatAnswer(body, served.name, served.decoder.tokenizer, prompt.format)
-        return await self._respond(request, served, body, [prompt], answer)
+        body = await self.read(request, partial(parse, ChatBody))
+        return await self._answer(request, body, partial(ChatAnswer, body), self._chat_prompts)
 
     async def complete(self, request: Request) -> Response:
         """``/v1/completions``"""
         body = await self.read(request, partial(parse, CompletionBody))
-        served = await self._served(request, body.model)
-        tokenizer = served.decoder.tokenizer
-
-        def made() -> tuple[list[Prompt], CompletionAnswer]:
-            prompts = completion_prompts(body, tokenizer, served.context_length)
-            return prompts, CompletionAnswer(body, served.name, tokenizer)
-
-        prompts, answer = await self._tokenized(served, made)
-        return await self._respond(request, served, body, prompts, answer)
+        return await self._answer(request, body, partial(CompletionAnswer, body), self._prompts)
 
     async def list_models(self, request: Request) -> Response:
         """``/v1/models``"""
@@ -220,11 +222,10 @@ class Endpoints:
 
     async def create_response(self, request: Request) -> Response:
         """``/v1/responses``"""
-        body, served, prompt = await self._read_chat(request, self._response_parser(request))
+        body = await self.read(request, self._response_parser(request))
         keep = partial(self._responses.put, request.state.partition)
-        tokenizer = served.decoder.tokenizer
-        answer = ResponsesAnswer(body, served.name, tokenizer, prompt.format, keep)
-        return await self._respond(request, served, body, [prompt], answer)
+        make = partial(ResponsesAnswer, body, keep=keep)
+        return await self._answer(request, body, make, self._chat_prompts)
 
     async def count_input(self, request: Request) -> Response:
         """``/v1/responses/input_tokens``"""
@@ -266,9 +267,8 @@ class Endpoints:
 
     async def message(self, request: Request) -> Response:
         """``/v1/messages``"""
-        body, served, prompt = await self._read_chat(request, partial(parse, MessagesBody))
-        answer = MessagesAnswer(body, served.name, prompt.format)
-        return await self._respond(request, served, body, [prompt], answer)
+        body = await self.read(request, partial(parse, MessagesBody))
+        return await self._answer(request, body, partial(MessagesAnswer, body), self._chat_prompts)
 
     async def count_tokens(self, request: Request) -> Response:
         """``/v1/messages/count_tokens``"""
@@ -288,9 +288,11 @@ class Endpoints:
         Raises:
             ApiError: the body is not JSON or is too large, or ``parse`` refuses it.
         """
-        data = await body_of(request)
-        async with self._slow if len(data) > _LARGE else nullcontext():
-            return await run_in_threadpool(lambda: parse(read_body(data)))
+        length = stated_length(request)
+        async with next(room for size, room in self._bodies.items() if length <= size):
+            data = await body_of(request)
+            async with self._parsing if len(data) > _SLOW else nullcontext():
+                return await run_in_threadpool(lambda: parse(read_body(data)))
 
     async def _read_chat(
         self, request: Request, parse: Callable[[Any], _Chat]
@@ -299,6 +301,42 @@ class Endpoints:
         body = await self.read(request, parse)
         served = await self._served(request, body.model)
         return body, served, await self._chat_prompt(served, body)
+
+    async def _answer(
+        self,
+        request: Request,
+        body: _Chat,
+        make_answer: Callable[[str], ApiAnswer],
+        read_prompts: Callable[[ServedModel, _Chat], Awaitable[list[Prompt]]],
+    ) -> Response:
+        """Respond to a body once its model is loaded; a stream is kept alive until then.
+
+        Args:
+            request, body: the request.
+            make_answer: makes the answer, given the model's name.
+            read_prompts: makes the body's prompts for the model.
+        """
+        entry = await self.catalog.named(body.model or None, self.strict)
+        answer = make_answer(entry.name)
+
+        async def respond() -> Response:
+            served = await self.catalog.use(entry, request.state.uses)
+            prompts = await read_prompts(served, body)
+            answer.read_with(served.decoder.tokenizer, prompts[0].format)
+            return await self._respond(request, served, body, prompts, answer)
+
+        if not body.stream or entry.state == "loaded":
+            return await respond()
+
+        on_refusal = partial(self.on_refusal, request.url.path)
+        return await kept_alive(request, respond(), answer, self.keep_alive, on_refusal)
+
+    async def _chat_prompts(self, served: ServedModel, body: ApiBody) -> list[Prompt]:
+        return [await self._chat_prompt(served, body)]
+
+    async def _prompts(self, served: ServedModel, body: CompletionBody) -> list[Prompt]:
+        tokenizer, longest = served.decoder.tokenizer, served.context_length
+        return await self._tokenized(served, partial(completion_prompts, body, tokenizer, longest))
 
     async def _served(self, request: Request, name: str | None) -> ServedModel:
         """The model that answers a request for this name, loaded until the response is sent.
@@ -403,7 +441,7 @@ class Endpoints:
         try:
             make = partial(Vocabulary.of, decoder.tokenizer, decoder.vocab_size)
             vocabulary = await self._tokenized(served, make)
-            async with self._slow:
+            async with self._compiling:
                 return await run_in_threadpool(Grammar, prompt.constraint, vocabulary)
         except OptionError as error:
             if vocabulary is None and not body.constraint and not body.forced_tool:
@@ -429,10 +467,15 @@ def _status_routes(catalog: Catalog) -> list[Route]:
     worker = catalog.worker
     _add_gauges(worker)
 
+    # Requests are accepted while models are loading, so a check of health must not end the server.
+    async def health(request: Request) -> Response:
+        status = "not ready" if worker.ending else "loading" if catalog.starting else "ok"
+        return JSONResponse({"status": status}, 503 if worker.ending else 200)
+
     async def ready(request: Request) -> Response:
-        if worker.ending:
-            return JSONResponse({"status": "not ready"}, 503)
-        return JSONResponse({"status": "ok"})
+        response = await health(request)
+        response.status_code = 503 if catalog.starting else response.status_code
+        return response
 
     async def metrics(request: Request) -> Response:
         return Response(
@@ -445,7 +488,7 @@ def _status_routes(catalog: Catalog) -> list[Route]:
     async def page(request: Request) -> Response:
         return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
 
-    named = {"health": ready, "ready": ready, "metrics": metrics, "status": status, "": page}
+    named = {"health": health, "ready": ready, "metrics": metrics, "status": status, "": page}
     return [Route(f"/{name}", endpoint) for name, endpoint in named.items()]
 
 
@@ -459,7 +502,7 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
     metrics, now = worker.metrics, time.perf_counter()
     return {
         "version": __version__,
-        "ready": not worker.ending,
+        "ready": not (worker.ending or catalog.starting),
         "requests": [one.figures() for one in worker.requests.copy()],
         "recent": [one | {"ended": now - one["ended"]} for one in worker.recent.copy()],
         "totals": metrics.totals,
@@ -487,10 +530,11 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
 
 
 def _curve(served: ServedModel) -> list[list[float]] | None:
-    """Pairs of a number of rows and T(rows)/T(1); None if the decoder measures no costs."""
-    if not served.decoder.drafting.plans:
+    """Pairs of a number of rows and T(rows)/T(1); None while no costs are known."""
+    costs = vars(served.decoder).get("costs")  # reading the property could measure them now
+    if costs is None:
         return None
-    curve = served.decoder.costs.curve
+    curve = costs.curve
     return [[rows, curve(rows)] for rows in range(1, _WIDEST + 1)]
 
 

@@ -93,25 +93,34 @@ def host_name(host: str) -> str:
     return (parts[1] if parts else host).lower()
 
 
+_TOO_LONG = f"the body has more than {MOST_BYTES >> 20} MiB: send less"
+
+
+def stated_length(request: Request) -> int:
+    """The most bytes that a request's body may have, according to its headers.
+
+    Raises:
+        ApiError: the body is too long.
+    """
+    # h11 allows only numbers.
+    length = int(request.headers.get("content-length", 0))
+    if length > MOST_BYTES:
+        raise ApiError(_TOO_LONG, status=413, code="request_too_large")
+    return MOST_BYTES if "transfer-encoding" in request.headers else length
+
+
 async def body_of(request: Request) -> bytes:
     """Read a request's body.
 
     Raises:
         ApiError: the body is too long, or the client disconnected.
     """
-    too_long = ApiError(
-        f"the body has more than {MOST_BYTES >> 20} MiB: send less",
-        status=413,
-        code="request_too_large",
-    )
     parts, length = [], 0
-    if int(request.headers.get("content-length", 0)) > MOST_BYTES:  # h11 allows only numbers
-        raise too_long
     try:
         async for part in request.stream():
             length += len(part)
             if length > MOST_BYTES:
-                raise too_long
+                raise ApiError(_TOO_LONG, status=413, code="request_too_large")
             parts.append(part)
     except ClientDisconnect:  # nobody reads this error
         raise ApiError("the client disconnected before the end of the body", status=499) from None

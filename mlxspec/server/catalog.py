@@ -75,6 +75,11 @@ class Entry:
         """Whether it is loaded, and no request uses it or waits for it."""
         return self.state == "loaded" and not self.users + self.waiting
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether it is neither loaded nor to be loaded."""
+        return self.state == "not-loaded" and not self.waiting and not self.loading
+
     def figures(self, now: float) -> dict[str, Any]:
         """The model's state, as JSON."""
         return {
@@ -101,25 +106,34 @@ class Catalog:
             :class:`MlxspecError` if the model cannot be loaded.
         at_start: the models that are always in the catalog.
         find: finds other models; called in any thread.
+        refresh: reads the sizes of a model again before it is loaded, since its files may have been
+            replaced; called in any thread. It raises :class:`MlxspecError` if they are gone.
         save: saves what a model has learned, once no request uses it any more.
         default: the name of the model for requests without one; by default the first entry's.
         log: called in any thread with a record of each load and unload.
+        on_start: called in the event loop once the initial models are loaded, or with the error of
+            the first that cannot be.
         clock: returns the time in seconds.
+
+    Attributes:
+        starting: whether initial models are still to be loaded.
     """
 
     worker: Worker
     load: Callable[[Entry, OnRead], ServedModel]
     at_start: Sequence[Entry] = ()
     find: Callable[[], Iterable[Entry]] = lambda: ()
+    refresh: Callable[[Entry], object] = lambda entry: None
     save: Callable[[Entry], object] = lambda entry: None
     _: KW_ONLY
     default: str | None = None
     log: Callable[[dict[str, Any]], object] = lambda record: None
+    on_start: Callable[[Exception | None], object] = lambda error: None
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._entries = {entry.name: entry for entry in self.at_start}
-        self._named_at_start = frozenset(self._entries)
+        self.starting = bool(self._entries)
         self.default = self.default or next(iter(self._entries), None)
         self._looked = self.clock()
         self._thread = ThreadPoolExecutor(1, "mlxspec models")
@@ -139,15 +153,16 @@ class Catalog:
         """The state of each model, as JSON."""
         return [entry.figures(self.clock()) for entry in self.entries]
 
-    def start(self) -> None:
-        """Load the initial models, before there is an event loop.
+    async def start(self) -> None:
+        """Load the initial models.
 
         Raises:
             MlxspecError: a model cannot be loaded, or does not fit into memory.
         """
-        for entry in self.entries:
-            if entry.name in self._named_at_start:
-                self._read(entry)
+        for entry in self.at_start:
+            if failure := await self._loaded(entry):
+                raise failure.__cause__ or failure
+        self.starting = False
 
     # --- names ---
 
@@ -162,13 +177,13 @@ class Catalog:
     def _add(self, found: Iterable[Entry]) -> None:
         new = {entry.name: entry for entry in found}
         for name, entry in [*self._entries.items()]:
-            is_idle = entry.state == "not-loaded" and not entry.waiting
-            if is_idle and name not in self._named_at_start | new.keys():
+            if entry.is_unused and entry not in self.at_start and name not in new:
                 del self._entries[name]
-        known = {entry.path for entry in self.entries}
+        of_start = {entry.path for entry in self.at_start}
         for name, entry in new.items():
-            if entry.path not in known:
-                self._entries.setdefault(name, entry)
+            known = self._entries.get(name)
+            if entry.path not in of_start and (known is None or known.is_unused):
+                self._entries[name] = entry  # its files may have been replaced
 
     async def named(self, name: str | None, strict: bool = True) -> Entry:
         """The model for requests with this name.
@@ -228,9 +243,7 @@ class Catalog:
         entry.waiting += 1
         try:
             while entry.served is None or entry.state != "loaded":
-                entry.loading = entry.loading or asyncio.create_task(self._load(entry))
-                # If this request ends, the load continues for others.
-                if failure := await asyncio.shield(entry.loading):
+                if failure := await self._loaded(entry):
                     raise failure
         finally:
             entry.waiting -= 1
@@ -245,11 +258,22 @@ class Catalog:
         self._left.set()
 
     @asynccontextmanager
-    async def watching(self, app: object) -> AsyncIterator[None]:
-        """While an ASGI application runs, unload idle models, and make room for other programs."""
-        task = asyncio.create_task(self._watch())
+    async def running(self, app: object) -> AsyncIterator[None]:
+        """While an ASGI application runs, load the initial models, unload idle ones, and make room
+        for other programs.
+        """
+        tasks = [asyncio.create_task(run()) for run in (self._start, self._watch)]
         yield
-        task.cancel()
+        for task in tasks:
+            task.cancel()
+
+    async def _start(self) -> None:
+        error = None
+        try:
+            await self.start()
+        except Exception as failure:
+            error = failure
+        self.on_start(error)
 
     async def _watch(self) -> None:
         while not self.worker.ending:
@@ -267,13 +291,20 @@ class Catalog:
 
     # --- loading and unloading ---
 
+    async def _loaded(self, entry: Entry) -> ApiError | None:
+        """Load a model, or wait for its load; return what :meth:`_load` returns."""
+        entry.loading = entry.loading or asyncio.create_task(self._load(entry))
+        # If this request ends, the load continues for others.
+        return await asyncio.shield(entry.loading)
+
     async def _load(self, entry: Entry) -> ApiError | None:
         """Load a model; if that fails, return the error for the requests that wait for it."""
         try:
             async with self._moving:
+                await asyncio.to_thread(self.refresh, entry)
                 await self._make_room(entry)
                 begun = self.clock()
-                self.log({"outcome": "loading", "model": entry.name, "bytes": entry.nbytes})
+                self.log({"outcome": "loading", "model": entry.name, "bytes": entry.nbytes or None})
                 await self._in_thread(self._read, entry)
                 seconds = round(entry.used - begun, 3)
                 self.log({"outcome": "loaded", "model": entry.name, "seconds": seconds})
@@ -289,7 +320,7 @@ class Catalog:
 
     def _failed(self, entry: Entry, error: Exception) -> ApiError:
         """The error that clients get if a model cannot be loaded."""
-        if not isinstance(error, MlxspecError):
+        if not isinstance(error, MlxspecError | OSError):
             _log.error("the model %s has failed to load", entry.name, exc_info=error)
         line = str(error) or type(error).__name__
         self.log({"outcome": "not loaded", "model": entry.name, "error": line})
@@ -297,7 +328,9 @@ class Catalog:
         if isinstance(error, ApiError):
             status, code = error.status, error.code or code
         line = f"the model {entry.name} cannot be loaded: {line}"
-        return ApiError(line, status=status, param="model", code=code)
+        failure = ApiError(line, status=status, param="model", code=code)
+        failure.__cause__ = error.with_traceback(None)  # its frames would keep the loaded parts
+        return failure
 
     async def _make_room(self, entry: Entry) -> None:
         """Unload other models until this one fits.
@@ -384,6 +417,7 @@ class Catalog:
 
         entry.state, entry.read = "loading", 0
         served = self.load(entry, on_read)
+        on_read(0)  # the server may be shutting down
         self.worker.call(self.worker.open, served).result()
         entry.nbytes = entry.nbytes or served.memory.weights
         entry.context_length = entry.context_length or served.context_length

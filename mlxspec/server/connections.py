@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _MOST = 1024  # connections; further requests get 503
 _FILES = 2 * _MOST  # open files of the process, if the system lets it raise its limit
-_LAST = 1.0  # seconds for requests to notice that their connections were closed
+_LAST = 1.0  # seconds for requests to send their errors, or to notice closed connections
 _LOOK = 1  # seconds between checks for silent clients
 
 
@@ -31,6 +31,7 @@ class HttpServer(uvicorn.Server):
         patience: seconds after which a client is disconnected if it neither reads its answer nor
             sends the rest of its request.
         on_exit: called at the first signal.
+        on_end: called if requests still run after the grace; it ends them with an error.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class HttpServer(uvicorn.Server):
         grace: float = 10.0,
         patience: float = 300.0,
         on_exit: Callable[[], object] = lambda: None,
+        on_end: Callable[[], object] = lambda: None,
     ) -> None:
         config = uvicorn.Config(
             app,
@@ -52,13 +54,14 @@ class HttpServer(uvicorn.Server):
             callback_notify=self._leave_silent,
             timeout_notify=_LOOK,
             # A request that waits for a thread does not notice that its client has disconnected.
-            timeout_graceful_shutdown=math.ceil(grace + _LAST),
+            timeout_graceful_shutdown=math.ceil(grace + 2 * _LAST),
         )
         super().__init__(config)
         self._grace = grace
         self._patience = patience
         self._waits: dict[tuple[object, ...], float] = {}
         self._on_exit = on_exit
+        self._on_end = on_end
         logging.getLogger("uvicorn.error").addFilter(_is_fault)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
@@ -94,13 +97,21 @@ class HttpServer(uvicorn.Server):
 
     async def _close(self) -> None:
         """Give running requests time to end, then close all connections."""
-        state, end = self.server_state, time.monotonic() + self._grace
-        while state.connections and not self.force_exit and time.monotonic() < end:
-            await asyncio.sleep(0.05)
+        await self._wait_for_connections(self._grace)
+        state = self.server_state
+        if state.connections and not self.force_exit:
+            self._on_end()
+            await self._wait_for_connections(_LAST)
         for connection in [*state.connections]:
             connection.transport.abort()
         if state.tasks:
             await asyncio.wait({*state.tasks}, timeout=_LAST)
+
+    async def _wait_for_connections(self, seconds: float) -> None:
+        """Wait until all connections are closed, at most for a time or until a second signal."""
+        end = time.monotonic() + seconds
+        while self.server_state.connections and not self.force_exit and time.monotonic() < end:
+            await asyncio.sleep(0.05)
 
 
 def _is_fault(record: logging.LogRecord) -> bool:

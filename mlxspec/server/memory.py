@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 
 from ..engine.costs import free_memory, least_free_memory, whole_memory
+from ..engine.grammar import Vocabulary
 from ..engine.target import together
 from .body import ApiError
 from .requests import ApiBody
@@ -24,9 +25,10 @@ _LOOK = 1.0  # seconds between checks of the system's memory
 class ServerMemory:
     """The memory of a server, which all its models share.
 
-    Weights and the memories of earlier answers come first. The rest, less a reserve, is the
-    :attr:`room`. It holds the buffers of a forward, reservations (such as the caches of running
-    requests), and idle entries of the prefix caches, which are evicted for reservations.
+    Weights, compiled constraints and the memories of earlier answers come first. The rest, less a
+    reserve, is the :attr:`room`. It holds the buffers of a forward, reservations (such as the
+    caches of running requests), and idle entries of the prefix caches, which are evicted for
+    reservations.
 
     Figures may be read in any thread. The methods that change something may be called only in the
     worker's thread or, before it runs, in the thread that starts it.
@@ -71,9 +73,11 @@ class ServerMemory:
         """The parts that requests do not change."""
         models = [*self._models.copy().values()]
         memories = {id(memory): memory for one in models for memory in one.memories}
+        kept = (Vocabulary.kept_on(one.decoder.tokenizer) for one in models)
         return {
             "weights": sum(one.memory.weights for one in models),
             "answers": sum(memory.nbytes for memory in memories.values()),
+            "constraints": sum(vocabulary.nbytes for vocabulary in kept if vocabulary),
         }
 
     @property

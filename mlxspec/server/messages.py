@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from pydantic import AliasPath, BeforeValidator, Field, PlainValidator, TypeAdapter
 
-from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
+from .answer import ApiAnswer, Choice, Part, TextRun, framed
 from .body import ApiError, Body, Items, Name, new_request_id, read_json, without_nulls
 from .requests import ApiBody, Function, OutputOptions, Stops, ToolOutput, merged
 from .worker import Begun, Ended
@@ -193,11 +193,10 @@ class MessagesAnswer(ApiAnswer):
     Args:
         body: the body of the request.
         model: the model's real name, which the answer shows.
-        format: the format of the model's output.
     """
 
-    def __init__(self, body: MessagesBody, model: str, format: OutputFormat | None) -> None:
-        super().__init__([Choice(0, format)])
+    def __init__(self, body: MessagesBody, model: str) -> None:
+        super().__init__([Choice()])
         self.headers = messages_headers(model)
         self._body = body
         self._message: dict[str, Any] = {

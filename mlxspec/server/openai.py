@@ -163,10 +163,10 @@ class ChatAnswer(ApiAnswer):
     Args:
         body: the body of the request.
         model: the model's name in the answer.
-        tokenizer: the model's tokenizer.
-        format: the format of the model's output; None for text without markers.
         n_prompts: the number of prompts, each with ``n`` choices.
     """
+
+    _tokenizer: TokenizerWrapper
 
     end = "data: [DONE]\n\n"
     _prefix, _object, _chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -175,19 +175,20 @@ class ChatAnswer(ApiAnswer):
         self,
         body: ApiBody,
         model: str,
-        tokenizer: TokenizerWrapper,
-        format: OutputFormat | None,
         n_prompts: int = 1,
     ) -> None:
-        super().__init__([Choice(index, format) for index in range(n_prompts * body.n)])
+        super().__init__([Choice(index) for index in range(n_prompts * body.n)])
         self._body = body
-        self._tokenizer = tokenizer
         self._head = {
             "id": f"{self._prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": f"mlxspec-{__version__}",
         }
+
+    def read_with(self, tokenizer: TokenizerWrapper, format: OutputFormat | None) -> None:
+        super().read_with(tokenizer, format)
+        self._tokenizer = tokenizer
 
     def begin(self) -> list[dict[str, Any]]:
         """The chunks that begin the choices, in order.
@@ -303,12 +304,16 @@ class CompletionAnswer(ChatAnswer):
 
     _prefix, _object, _chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, body: CompletionBody, model: str, tokenizer: TokenizerWrapper) -> None:
-        super().__init__(body, model, tokenizer, None, len(body.prompt))
+    def __init__(self, body: CompletionBody, model: str) -> None:
+        super().__init__(body, model, len(body.prompt))
+        self._echoes: list[str] = []
+        self._prompts = body.prompt if body.echo else ()
+
+    def read_with(self, tokenizer: TokenizerWrapper, format: OutputFormat | None) -> None:
+        super().read_with(tokenizer, format)
         self._echoes = [
             prompt if isinstance(prompt, str) else detokenized(tokenizer, prompt)
-            for prompt in body.prompt
-            if body.echo
+            for prompt in self._prompts
         ]
 
     def _echo(self, choice: Choice) -> str:

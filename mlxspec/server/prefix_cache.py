@@ -43,7 +43,7 @@ _LEAST = 16  # tokens; a shorter common prefix is not worth a copy
 _OPENING = 16  # the most tokens at a prompt's end that open the answer; later prompts may lack them
 _WORTH_WAITING = 64  # tokens of prefill; no request waits for another to save fewer
 _FORMAT = 1
-_FILES = "[0-9a-f]" * 64 + ".safetensors"
+_FILES = "[0-9a-f]" * 64 + "*.safetensors"
 _SAMPLES = 64  # about how many numbers of each array enter a model's fingerprint
 
 _uses = itertools.count(1)  # counts uses over all models, to compare when entries were last used
@@ -323,30 +323,38 @@ class PrefixCache:
                 written.add(self._write(entry, directory))
             for pattern in (_FILES, f".{_FILES}.*"):  # also files that a killed process left behind
                 for path in {*directory.glob(pattern)} - written:
-                    path.unlink()
+                    if path.is_symlink() or not path.is_dir():
+                        path.unlink()
         except (OSError, MlxspecError) as error:
-            _log.warning("the prefix cache cannot be saved: %s", error)
+            reason = getattr(error, "strerror", None) or error
+            _log.warning(
+                "the prefix cache cannot be saved in %s (%s): name another directory with "
+                "--cache-dir",
+                directory,
+                reason,
+            )
 
     def _write(self, entry: _Entry, directory: Path) -> Path:
-        """Write an entry's file, unless it exists."""
+        """Write an entry's file, whose name ends with its checksum, unless it exists."""
         described = {
             "model": self._fingerprint,
             "partition": entry.partition,
             "prompt_tokens": str(entry.n_prompt),
             "shared": str(int(entry.shared)),
         }
-        path = directory / f"{_digest(f'{described} {entry.tokens.tolist()}')}.safetensors"
-        if path.exists():
+        name = _digest(f"{described} {entry.tokens.tolist()}")
+        for path in directory.glob(f"{name}-*.safetensors"):
             path.touch()
-        else:
-            entry.session.save(path, described)
-        return path
+            return path
+        path = directory / f"{name}.safetensors"
+        entry.session.save(path, described)
+        return path.rename(path.with_stem(f"{name}-{_checksum(path)}"))
 
     def load(self, directory: Path, most: int | None = None) -> None:
         """Load as many of the entries that :meth:`save` wrote as fit, the last used first.
 
-        Files that are damaged or belong to another model are skipped with a warning, as is a
-        directory that other users may write to.
+        Files that are damaged or belong to another model are skipped with a warning, as is any file
+        or directory that other users may write to.
 
         Args:
             directory: where the files are.
@@ -376,6 +384,12 @@ class PrefixCache:
     def _read(self, path: Path) -> _Entry | None:
         """The entry of a file; None if it cannot be used."""
         try:
+            if not path.is_file():  # to open a pipe would wait for a writer
+                raise FileError(f"{path}: not a regular file")
+            if not self._trusts(path):
+                return None
+            if path.stem.rpartition("-")[2] != _checksum(path):
+                raise FileError(f"{path}: damaged")
             metadata = read_prompt_cache_metadata(path)
             if metadata["model"] != self._fingerprint:
                 _log.warning(
@@ -405,6 +419,11 @@ class PrefixCache:
         for sample in samples:
             digest.update(np.array(sample).tobytes())
         return digest.hexdigest()
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(text: str) -> str:

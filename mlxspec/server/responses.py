@@ -397,8 +397,6 @@ class ResponsesAnswer(ApiAnswer):
     Args:
         body: the body of the request.
         model: the model's name in the answer.
-        tokenizer: the model's tokenizer.
-        format: the format of the model's output.
         keep: called with the finished response and the items before it, if it is to be stored.
     """
 
@@ -406,14 +404,11 @@ class ResponsesAnswer(ApiAnswer):
         self,
         body: ResponsesBody,
         model: str,
-        tokenizer: TokenizerWrapper,
-        format: OutputFormat | None,
         keep: Callable[[dict[str, Any], Sequence[dict[str, Any]]], None],
     ) -> None:
-        super().__init__([Choice(0, format)])
+        super().__init__([Choice()])
         self._body = body
         self._keep = keep
-        self._tokenizer = tokenizer
         self._sent = 0
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -429,7 +424,13 @@ class ResponsesAnswer(ApiAnswer):
             **body.repeated(),
         }
 
+    def read_with(self, tokenizer: TokenizerWrapper, format: OutputFormat | None) -> None:
+        super().read_with(tokenizer, format)
+        self._tokenizer = tokenizer
+
     def begin(self) -> list[dict[str, Any]]:
+        if self._sent:  # it has begun with a keep-alive
+            return []
         return [self._lifecycle("created"), self._lifecycle("in_progress")]
 
     def feed_choice(self, choice: Choice, runs: Sequence[TextRun]) -> list[dict[str, Any]]:
@@ -457,7 +458,7 @@ class ResponsesAnswer(ApiAnswer):
         return self._response
 
     def keep_alive(self) -> str:
-        return framed(self._lifecycle("in_progress"))
+        return "".join(map(framed, self.begin())) or framed(self._lifecycle("in_progress"))
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         code = "server_error" if error.status >= 500 else "invalid_prompt"

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
+from pydantic import NonNegativeFloat, NonNegativeInt, TypeAdapter
 
 from ..corpus.memory import MAX_TOKENS, Memory
 from ..corpus.suffix_index import MOST_BYTES
 from ..drafting.drafter import Drafter
-from ..engine.costs import forward_memory
+from ..drafting.learned import cache_directory, oldest_first, read_kept, write_kept
+from ..engine.costs import forward_memory, machine_identity, model_identity
 from ..engine.model_sizes import CacheKind, cache_kinds, context_length
 from ..engine.params import CacheOptions
 from ..engine.target import UNDOABLE, together, vocabulary_size
@@ -120,10 +125,30 @@ class CacheMemory:
 
     @cached_property
     def _measured(self) -> tuple[tuple[int, float], int]:
-        """The result of :func:`forward_memory`, and the bytes per row for logits and the like."""
-        with mx.stream(generation_stream):
-            found = together(forward_memory, self.model, self.options.max_kv_size)
+        """The result of :func:`forward_memory`, and the bytes per row for logits and the like.
+
+        The result is kept on disk, by all that it depends on.
+        """
+        group = getattr(self.model, "split_over", None)
+        key = [
+            *(version("mlx-lm"), machine_identity(), model_identity(self.model)),
+            *(self.options.max_kv_size, group.size() if group else 1),
+            model_identity(self._trained.head) if self._trained else None,
+        ]
+        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+        path = cache_directory() / "forward_memory" / f"{digest}.json"
+        found = read_kept("memory of forwards", path, _FORWARD_MEMORY)
+        if found is None:
+            with mx.stream(generation_stream):
+                found = together(forward_memory, self.model, self.options.max_kv_size)
+            write_kept(path, _FORWARD_MEMORY, found)
+            for old in oldest_first(path.parent)[:-_MOST_FILES]:
+                old.unlink(missing_ok=True)
         return found, _SCORES * 4 * vocabulary_size(self.model)
+
+
+_FORWARD_MEMORY = TypeAdapter(tuple[NonNegativeInt, NonNegativeFloat])
+_MOST_FILES = 64
 
 
 def _taken(kinds: list[CacheKind], tokens: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from ..drafting.drafter import NoDraft, VerifiedStep
+from ..drafting.drafter import VerifiedStep
 from ..errors import MlxspecError
 from ..generation.asynchronous import EngineThread, RequestStream
 from ..generation.engine import Engine
@@ -443,18 +443,12 @@ class Worker(EngineThread):
             super()._run()
 
     def open(self, served: ServedModel) -> None:
-        """Run a model's first steps, for which MLX compiles kernels; then take requests to it.
+        """Take requests to a model.
 
         Raises:
             ApiError: 413, not even a request of one token fits into memory beside the model.
         """
-        decoder, least = served.decoder, served.memory.needs(1)
-        if decoder.drafting.plans:
-            _ = decoder.costs  # measures them if they are unknown
-        warm_up = Engine(decoder)
-        for prompt in ([1, 1], [1, 1, 1]):
-            warm_up.add(Request(decoder, prompt, 8, {}, NoDraft))
-        warm_up.run()
+        least = served.memory.needs(1)
         self.memory.add(served)
         if not self.memory.ever_fits(least):
             bound = in_words(self.memory.bound_for(least) + (1 << 20))

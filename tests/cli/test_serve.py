@@ -107,7 +107,8 @@ def test_a_server_answers_logs_and_ends_with_ctrl_c(endless: Path, tmp_path: Pat
         output, errors = server.end()
         assert server.process.returncode == 0
         assert errors == ""
-        records = [json.loads(line) for line in output.splitlines()]
+        loading, loaded, *records = [json.loads(line) for line in output.splitlines()]
+        assert (loading["outcome"], loaded["outcome"]) == ("loading", "loaded")
         assert [record["outcome"] for record in records] == [*["length"] * 5, "refused"]
         assert records[0]["prompt_tokens"] == len(prompt)
         assert records[0]["tokens"] == 4
@@ -170,6 +171,11 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
 def test_an_allowed_host_is_known_in_any_spelling() -> None:
     assert _hosts("127.0.0.1", (), []) == {"localhost", "127.0.0.1", "[::1]"}
     assert _hosts("127.0.0.1", ("Mac.local:8080",), []) >= {"localhost", "mac.local"}
+    assert _hosts("127.0.0.2", (), []) == {"localhost", "127.0.0.1", "[::1]", "127.0.0.2"}
+    assert "[0:0:0:0:0:0:0:1]" in (_hosts("0:0:0:0:0:0:0:1", (), []) or ())
+    for host in ("128.0.0.1", "127.0.0.1.example.com", "127.1", "::", "::ffff:1"):
+        with pytest.raises(OptionError, match="can be reached from other machines"):
+            _hosts(host, (), [])
     assert _hosts("0.0.0.0", ("mac.local",), ["key"]) == {"0.0.0.0", "mac.local"}
     assert _hosts("0.0.0.0", (), ["key"]) is None
 
@@ -227,7 +233,7 @@ def test_what_the_template_gets_by_default_and_what_a_request_says(
         answered = CliRunner().invoke(chat_command, [*chat, '{"mood": "one two"}'], input="d\n")
         assert answered.exit_code == 0, answered.stderr
         output, _ = server.end()
-        assert json.loads(output)["prompt_tokens"] == 3
+        assert json.loads(output.splitlines()[-1])["prompt_tokens"] == 3
 
 
 @pytest.mark.nightly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,12 @@ def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "z.json").symlink_to(tmp_path / "z.json")
     with pytest.raises(OSError, match=r"z\.json"):
         SettingsFile(tmp_path / "z.json", OURS).read()
+    os.mkfifo(tmp_path / "p.json")
+    for special in (tmp_path / "p.json", Path("/dev/zero")):
+        with pytest.raises(FileError, match="a pipe, a socket or a device"):
+            SettingsFile(special, OURS).read()
+    with pytest.raises(FileError, match="cannot be edited as JSON"):
+        SettingsFile(tmp_path / "deep.json", OURS).merged("[" * 5000 + "]" * 5000)
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match=r"x\.json: cannot be written \((File ex|Not a d)"):
         SettingsFile(tmp_path / "file" / "x.json", OURS).write("{}")

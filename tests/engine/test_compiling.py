@@ -40,7 +40,7 @@ def vocabulary() -> Vocabulary:
 
 def compiled(constraint: Constraint) -> llguidance.LLMatcher:
     """As for the first time."""
-    vocabulary().compiled.cache_clear()
+    vocabulary()._compiled.clear()
     return vocabulary().matcher(constraint)
 
 

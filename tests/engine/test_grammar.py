@@ -236,8 +236,15 @@ def test_a_vocabulary_is_made_once_and_forgets_constraints_it_has_not_seen_for_l
 ) -> None:
     tokenizer, vocabulary = vocabulary_of("bytes")
     assert Vocabulary.of(tokenizer, vocabulary.vocab_size) is vocabulary
-    monkeypatch.setattr(grammar, "_KEPT", 3)
+    monkeypatch.setattr(grammar, "_LEAST_BYTES", 100)
+    monkeypatch.setattr(grammar, "_MOST_KEPT", 300)
     forgetful = Vocabulary(tokenizer, vocabulary.vocab_size)
-    for number in range(5):
-        forgetful.matcher(Constraint.regex(f"a{number}"))
-    assert forgetful.compiled.cache_info().currsize == 3
+    short = [Constraint.regex(f"a{number}") for number in range(5)]
+    for constraint in (*short, short[3]):
+        forgetful.matcher(constraint)
+    assert [*forgetful._compiled] == [short[2], short[4], short[3]]
+    assert forgetful.nbytes == 3 * 2 * grammar._BYTES_PER_CHARACTER
+    long = Constraint.regex("a" * 100)  # larger than all that is kept, but in use
+    forgetful.matcher(long)
+    assert [*forgetful._compiled] == [long]
+    assert forgetful.nbytes == 100 * grammar._BYTES_PER_CHARACTER

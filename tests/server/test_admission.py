@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
@@ -13,8 +14,10 @@ import mlx.nn as nn
 import pytest
 
 import mlxspec
+from mlxspec.drafting.learned import cache_directory
 from mlxspec.engine.heads import TrainedHead
 from mlxspec.engine.params import CacheOptions
+from mlxspec.server import served_model
 from mlxspec.server.served_model import CacheMemory
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
@@ -123,5 +126,18 @@ def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
         mx.reset_peak_memory()
         before, real = mx.get_active_memory(), taken(model, 130, prefill_step_size=64)
         found.append(mx.get_peak_memory() - before - real)
+        shutil.rmtree(cache_directory() / "forward_memory", ignore_errors=True)
         estimates.append(CacheMemory(model).forward_bytes(130, rows=64))
     assert 0.1 * median(estimates) < median(found) < median(estimates)
+
+
+def test_what_a_forward_takes_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, bytes_found = ARCHITECTURES["llama3"].model(), [(1000, 2.5), (3, 0.0)]
+    shutil.rmtree(cache_directory() / "forward_memory", ignore_errors=True)
+    monkeypatch.setattr(served_model, "forward_memory", lambda *_: bytes_found.pop(0))
+    for _ in range(2):  # as after a restart
+        assert CacheMemory(model).forward_bytes(100, rows=2) == 2 * (1000 + 250)
+    window = CacheMemory(model, CacheOptions(max_kv_size=64))
+    assert window.forward_bytes(100, rows=2) == 6
+    assert not bytes_found
+    shutil.rmtree(cache_directory() / "forward_memory")

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -197,3 +197,43 @@ def test_a_body_is_read_and_checked_beside_the_event_loop(length: int) -> None:
 def test_errors_of_what_checks_a_body_come_through(body: Any) -> None:
     with pytest.raises(ApiError):
         read(json.dumps([body]).encode(), partial(parse, ChatBody))
+
+
+@pytest.mark.parametrize(
+    ("headers", "most"),
+    [
+        ({"content-length": str(1 << 16)}, 200),
+        ({"content-length": str(1 << 20)}, 128),
+        ({"content-length": str(32 << 20)}, 4),
+        ({"transfer-encoding": "chunked"}, 4),
+    ],
+)
+def test_few_large_bodies_are_read_at_the_same_time(headers: dict[str, str], most: int) -> None:
+    reading: set[object] = set()
+
+    async def ask() -> list[Any]:
+        rest = asyncio.Event()
+
+        class Sent:
+            def __init__(self) -> None:
+                self.headers = headers
+
+            async def stream(self) -> Any:
+                reading.add(self)
+                yield b"[1"
+                await rest.wait()
+                yield b"]"
+
+        catalog: Any = SimpleNamespace(worker=None)
+        endpoints, all_sent = Endpoints(catalog, 10, 10.0), [Sent() for _ in range(200)]
+        reads = [
+            asyncio.create_task(endpoints.read(cast(Any, sent), lambda body: body))
+            for sent in all_sent
+        ]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert reading == {*all_sent[:most]}
+        rest.set()
+        return await asyncio.gather(*reads)
+
+    assert asyncio.run(ask()) == [[1]] * 200

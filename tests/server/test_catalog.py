@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
+import threading
 import weakref
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -16,7 +18,6 @@ import pytest
 
 import mlxspec
 from mlxspec.errors import LoadError
-from mlxspec.generation.engine import Engine
 from mlxspec.models.model import OnRead
 from mlxspec.server.app import create_app
 from mlxspec.server.body import ApiError
@@ -89,6 +90,7 @@ class Server:
         catalog, worker: its parts.
         now: the time.
         log: the records of the log.
+        refused: the paths of the requests that were refused.
     """
 
     def __init__(
@@ -96,8 +98,10 @@ class Server:
         shelf: Shelf,
         starting: Sequence[str] = (),
         bound: int | None = None,
+        **options: Any,
     ) -> None:
         self.now = 0.0
+        self.refused: list[str] = []
         self.log: list[dict[str, Any]] = []
         self.worker = Worker(memory=ServerMemory(bound))
         self.catalog = Catalog(
@@ -109,8 +113,10 @@ class Server:
             log=self.log.append,
             clock=lambda: self.now,
         )
-        self.catalog.start()
-        transport = httpx.ASGITransport(create_app(self.catalog), raise_app_exceptions=False)
+        app = create_app(
+            self.catalog, on_refusal=lambda path, error: self.refused.append(path), **options
+        )
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://server", timeout=60)
 
     async def ask(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
@@ -132,6 +138,7 @@ class Server:
 async def serving(shelf: Shelf, *starting: str, **options: Any) -> AsyncIterator[Server]:
     server = Server(shelf, starting, **options)
     try:
+        await server.catalog.start()
         async with server.http:
             yield server
     finally:
@@ -368,14 +375,14 @@ def test_a_load_that_fails_is_an_error_of_its_requests_alone() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_fails_in_its_first_steps_hurts_no_other(
+def test_a_model_that_cannot_be_opened_hurts_no_other(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
         async with serving(two()) as server:
             first = await server.said(model="hub/a")
             with monkeypatch.context() as patch:
-                patch.setattr(Engine, "run", lambda self: 1 / 0)
+                patch.setattr(Worker, "open", lambda self, served: 1 / 0)
                 assert (await server.ask(model="hub/b")).status_code == 500
             assert await server.said(model="hub/a") == first
             assert not server.worker.ending
@@ -441,6 +448,132 @@ def test_models_that_are_available_are_listed_with_their_state() -> None:
             server.now += 60
             listed = (await server.http.get("/v1/models")).json()["data"]
             assert [model["id"] for model in listed] == ["first", "hub/b", "hub/new"]
+
+    asyncio.run(run())
+
+
+class Slow(Shelf):
+    """Models that load when they may.
+
+    Attributes:
+        may_load: set once they may.
+    """
+
+    def __init__(self, *entries: Entry) -> None:
+        super().__init__(*entries)
+        self.may_load = threading.Event()
+
+    def load(self, entry: Entry, on_read: OnRead) -> ServedModel:
+        self.may_load.wait()
+        return super().load(entry, on_read)
+
+
+FIRST_LINES = {
+    "/v1/chat/completions": ": still working",
+    "/v1/completions": ": still working",
+    "/v1/responses": "event: response.created",
+    "/v1/messages": "event: ping",
+}
+"""What a stream begins with while its model is loading."""
+
+
+def deltas(stream: str) -> str:
+    """The text that a stream adds, in any of the APIs."""
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
+    texts = []
+    for event in events:
+        (choice,) = event.get("choices") or [{}]
+        delta = event.get("delta") or choice.get("delta") or {"text": choice.get("text")}
+        texts.append(delta if isinstance(delta, str) else delta.get("content") or delta.get("text"))
+    return "".join(filter(None, texts))
+
+
+@pytest.mark.slow
+def test_requests_wait_while_the_models_of_the_start_load() -> None:
+    async def run() -> None:
+        shelf = Slow()
+        server = Server(shelf, ["first"], keep_alive=0.01)
+        starting = asyncio.create_task(server.catalog.start())
+        while server.states()["first"] != "loading":
+            await asyncio.sleep(0)
+        health, ready = [await server.http.get(path) for path in ("/health", "/ready")]
+        assert (health.status_code, health.json()) == (200, {"status": "loading"})
+        assert (ready.status_code, ready.json()) == (503, {"status": "loading"})
+        assert not (await server.http.get("/status")).json()["ready"]
+        (listed,) = (await server.http.get("/v1/models")).json()["data"]
+        assert listed["state"] == "loading"
+        whole = asyncio.create_task(server.ask())
+        streams = [asyncio.create_task(server.ask(path, stream=True)) for path in PATHS]
+        await asyncio.sleep(0.1)
+        shelf.may_load.set()
+        assert (await whole).json()["choices"][0]["text"] == alone()
+        await starting
+        assert (await server.http.get("/ready")).json() == {"status": "ok"}
+        for path, stream in zip(PATHS, streams, strict=True):
+            answer, again = await stream, await server.ask(path, stream=True)
+            assert (answer.status_code, again.status_code) == (200, 200)
+            assert answer.text.startswith(FIRST_LINES[path])
+            assert deltas(answer.text) == deltas(again.text) != ""
+            assert answer.text.count("event: response.created") == (path == "/v1/responses")
+        server.catalog.close()
+        server.worker.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_stream_that_waits_in_vain_ends_with_the_error() -> None:
+    async def run() -> None:
+        shelf = Slow(Entry("hub/b", "/models/b"))
+        shelf.broken = {"hub/b"}
+        async with serving(shelf, keep_alive=0.01) as server:
+            streams = [asyncio.create_task(server.ask(path, stream=True)) for path in PATHS]
+            await asyncio.sleep(0.1)
+            shelf.may_load.set()
+            for path, stream in zip(PATHS, streams, strict=True):
+                lines = [line for line in (await stream).text.splitlines() if line]
+                (line,) = [line for line in lines if "truncated or damaged" in line]
+                assert lines[-1] in (line, "data: [DONE]")
+                assert lines[0] == FIRST_LINES[path]
+            assert sorted(server.refused) == sorted(PATHS)
+            assert not server.worker.requests
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_model_whose_files_are_replaced_has_its_new_sizes() -> None:
+    bound, nbytes = bound_for_one()
+
+    class Disk(Shelf):
+        def refresh(self, entry: Entry) -> None:
+            if not (found := {one.name: one for one in self.find()}.get(entry.name)):
+                raise ApiError(f"{entry.path} is gone", status=404, code="model_not_found")
+            entry.nbytes, entry.context_length = found.nbytes, found.context_length
+
+    async def run() -> None:
+        shelf = Disk(Entry("a", "/a", nbytes=nbytes // 4), Entry("b", "/b", nbytes=nbytes // 4))
+        async with serving(shelf, bound=bound) as server:
+            server.catalog.refresh = shelf.refresh
+            shelf.entries[0].nbytes = 2 * bound  # larger than when it was found
+            refused = await server.ask(model="a")
+            assert (refused.status_code, shelf.loads) == (413, [])
+            assert f"need {2 * bound >> 20} MiB" in refused.json()["error"]["message"]
+            await server.said(model="b")
+            shelf.entries[0].nbytes = nbytes // 8  # and now smaller
+            await server.said(model="a")
+            assert shelf.loads == ["b", "a"]
+            assert server.entry("a").nbytes == nbytes // 8
+            server.now = 600.0
+            await server.catalog.unload_idle()
+            # A scan shows them, too, under another path as of another revision.
+            shelf.entries[0] = Entry("a", "/new/a", nbytes=nbytes // 2)
+            await server.http.get("/v1/models")
+            assert (server.entry("a").path, server.entry("a").nbytes) == ("/new/a", nbytes // 2)
+            del shelf.entries[0]
+            gone = await server.ask(model="a")
+            assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+            assert shelf.loads == ["b", "a"]
 
     asyncio.run(run())
 

@@ -31,7 +31,9 @@ def answer(**fields: Any) -> MessagesAnswer:
     format = replace(
         OutputFormat(TOKENIZER, request.tools), several_calls=request.parallel_tool_calls
     )
-    return MessagesAnswer(request, "model", format)
+    made = MessagesAnswer(request, "model")
+    made.read_with(TOKENIZER, format)
+    return made
 
 
 def events(text: str, length: int = 3, **figures: Any) -> list[Event]:

@@ -41,11 +41,15 @@ def chat(**fields: Any) -> ChatAnswer:
     format = replace(
         OutputFormat(TOKENIZER, request.tools), several_calls=request.parallel_tool_calls
     )
-    return ChatAnswer(request, "model", TOKENIZER, format)
+    made = ChatAnswer(request, "model")
+    made.read_with(TOKENIZER, format)
+    return made
 
 
 def completion(**fields: Any) -> CompletionAnswer:
-    return CompletionAnswer(parse(CompletionBody, {"prompt": "Hi", **fields}), "model", TOKENIZER)
+    made = CompletionAnswer(parse(CompletionBody, {"prompt": "Hi", **fields}), "model")
+    made.read_with(TOKENIZER, None)
+    return made
 
 
 def pieces(text: str, index: int = 0, length: int = 3, **fields: Any) -> list[Event]:

@@ -543,7 +543,19 @@ def unreadable(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize("spoil", [truncated, foreign, unreadable])
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def others_may_write(path: Path) -> None:
+    path.chmod(0o620)
+
+
+SPOILED = [truncated, foreign, unreadable, pipe, others_may_write]
+
+
+@pytest.mark.parametrize("spoil", SPOILED)
 def test_a_file_that_cannot_be_used_is_left_out_with_a_line(
     spoil: Callable[[Path], None], tmp_path: Path, warnings: list[str]
 ) -> None:
@@ -558,6 +570,24 @@ def test_a_file_that_cannot_be_used_is_left_out_with_a_line(
     after.cache.load(tmp_path)
     assert [after.answer(prompt).reused for prompt in prompts] == [0, 49]
     assert warnings.pop().startswith(f"{path}: ignored")
+
+
+def test_a_flipped_bit_anywhere_in_a_file_is_noticed(tmp_path: Path, warnings: list[str]) -> None:
+    before = Requests()
+    before.answer(tokens_of(50))
+    before.cache.save(tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    for place in range(0, len(whole), len(whole) // 20):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        after = Requests()
+        after.cache.load(tmp_path)
+        assert after.cache.entries == 0
+        assert warnings.pop().startswith(f"{path}: ignored, since it is damaged")
+    path.write_bytes(whole)
+    after = Requests()
+    after.cache.load(tmp_path)
+    assert after.cache.entries == 1
 
 
 def test_other_models_and_other_options_do_not_use_a_file(

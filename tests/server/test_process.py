@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
@@ -156,6 +158,15 @@ def test_a_second_signal_ends_them(endless: Path, number: int) -> None:
             list(lines)
 
 
+def test_after_the_grace_a_stream_ends_with_an_error(endless: Path) -> None:
+    with serving(endless, "--grace", "0.2") as server, stream_of(server, 900_000) as lines:
+        server.signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+        assert '"the server is shutting down"' in rest[-2]
+        assert rest[-1] == "data: [DONE]"
+        assert server.wait() == 0
+
+
 BODY = json.dumps({"prompt": "one", "max_tokens": 900_000, "stream": True})
 HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(BODY)}\r\n\r\n"
 
@@ -205,3 +216,68 @@ def test_prefixes_are_kept_by_a_server_that_is_terminated(endless: Path, tmp_pat
             server.signal(signal.SIGTERM)
             assert server.wait() == 0
     assert cached == [0, usage["prompt_tokens"] - 1]
+
+
+SLOWLY = """
+import time
+from mlxspec.cli import serve
+
+def load(*_):
+    print("loads", flush=True)
+    time.sleep(600)
+
+serve._Loader.load = load
+"""
+"""Makes a load take ten minutes, in code that no signal interrupts."""
+
+
+@contextmanager
+def loading(model: Path, port: int) -> Iterator[subprocess.Popen[str]]:
+    """A server that has begun to load its model, which takes ten minutes."""
+    command = f"{SLOWLY}\nfrom mlxspec.__main__ import main; main()"
+    with subprocess.Popen(
+        [sys.executable, "-c", command, "serve", str(model), "--port", str(port), "-q"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == "loads\n"
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_model_loads_ends_the_server_at_once(endless: Path, number: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with loading(endless, port) as process:
+        address = f"http://127.0.0.1:{port}"
+        assert httpx.get(f"{address}/health").json() == {"status": "loading"}
+        with httpx.Client() as client, ThreadPoolExecutor() as threads:
+            body = {"prompt": "one", "stream": True}
+            waiting = threads.submit(client.post, f"{address}/v1/completions", json=body)
+            process.send_signal(number)
+            assert process.wait(SECONDS) == 130
+            with pytest.raises(httpx.TransportError):
+                waiting.result(SECONDS)
+
+
+def test_a_load_that_fails_ends_the_server_with_one_line(endless: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(endless, broken)
+    (weights,) = broken.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1])
+    command = "from mlxspec.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "serve", str(broken), "--port", "0", "-q"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch(
+        rf"Error: {re.escape(str(broken))}[^\n]* truncated or damaged.*\n", done.stderr
+    )

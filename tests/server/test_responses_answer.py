@@ -59,7 +59,9 @@ def answered(kept: list[Stored] | None = None, **fields: Any) -> ResponsesAnswer
         if kept is not None:
             kept.append(stored)
 
-    return ResponsesAnswer(request, "model", TOKENIZER, format, keep)
+    made = ResponsesAnswer(request, "model", keep)
+    made.read_with(TOKENIZER, format)
+    return made
 
 
 def valid(event: dict[str, Any]) -> Any:

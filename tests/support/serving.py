@@ -110,7 +110,6 @@ def running_server(
     model = model or served()
     worker = Worker(memory=memory, **(limits or {}))
     catalog = Catalog(worker, lambda entry, on_read: model, [Entry(model.name, keep_alive=None)])
-    catalog.start()
     app = create_app(catalog, **options)
     server = HttpServer(app, grace=1.0, patience=patience)
     listening = socket.create_server(("127.0.0.1", 0))
@@ -121,7 +120,7 @@ def running_server(
     thread = threading.Thread(target=server.run, args=([listening],), daemon=True)
     thread.start()
     try:
-        while not server.started:
+        while not server.started or catalog.starting:
             time.sleep(0.01)
         yield Running(f"http://127.0.0.1:{port}", worker, model.decoder, app)
     finally:
