@@ -15,7 +15,6 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
-from mlxspec.server.answer import OutputFormat
 from mlxspec.server.body import parse
 from mlxspec.server.openai import (
     ChatAnswer,
@@ -24,6 +23,7 @@ from mlxspec.server.openai import (
     CompletionBody,
     detokenized,
 )
+from mlxspec.server.output_parser import OutputFormat
 from mlxspec.server.worker import Ended, Event, Piece
 from tests.support.chat_tokenizer import chat_tokenizer
 
@@ -39,7 +39,7 @@ CALLS = (
 def chat(**fields: Any) -> ChatAnswer:
     request = parse(ChatBody, {"messages": [{"role": "user", "content": "?"}], **fields})
     format = replace(
-        OutputFormat(TOKENIZER, request.tools), several_calls=request.parallel_tool_calls
+        OutputFormat(TOKENIZER, request.tools_shown), several_calls=request.parallel_tool_calls
     )
     return ChatAnswer(request, "model", TOKENIZER, format)
 
