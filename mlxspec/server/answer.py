@@ -99,15 +99,22 @@ class Choice:
             reasoned = parser is not None and parser.reasoning
             if not reasoned:
                 self._silent.append(piece)
-            for delta in parser.feed(piece.text) if parser else [Part("text", piece.text)]:
+            if parser:
+                deltas = parser.feed(piece.text)
+            else:
+                deltas = [Part("text", piece.text)] if piece.text else []
+            for delta in deltas:
                 self._add(delta, piece.accepted)
             if reasoned or (parser and parser.reasoning):
                 self.reasoning_tokens += 1
         self.end = end
-        if parser and end:
-            for delta in parser.finish(self.cut):
-                self._add(delta, False)
         if end:
+            while end.stop is not None and self._silent and not self._silent[-1].text:
+                self._silent.pop()  # a token of the stop string
+            for delta in parser.finish(self.cut) if parser else ():
+                self._add(delta, False)
+            if self._silent and not parser:
+                self._add(Part("text"), False)
             self._end_part()
         return self._runs
 

@@ -151,6 +151,17 @@ def test_calls_and_reasoning_whole() -> None:
     assert answer.usage()["completion_tokens_details"]["reasoning_tokens"] > 3
 
 
+@pytest.mark.parametrize("made", [chat, completion])
+def test_tokens_of_the_stop_string_have_no_logprobs(made: Any) -> None:
+    answer = made(logprobs=True if made is chat else 1)
+    texts = ["Hi", "", "\u00e9", "!\n", "", ""]
+    tokens: list[Event] = [Piece(0, text, 65, logprob=-1.0, top=((65, -1.0),)) for text in texts]
+    for event in (*tokens, replace(ended(), stop="END")):
+        answer.feed([event])
+    logprobs = answer.whole()["choices"][0]["logprobs"]
+    assert len(logprobs["content"] if made is chat else logprobs["tokens"]) == 4
+
+
 def test_content_is_null_beside_calls_alone() -> None:
     answer = chat(tools=TOOLS)
     answer.feed([Piece(0, '<tool_call>{"name": "f", "arguments": {}}</tool_call>', 65), ended()])
