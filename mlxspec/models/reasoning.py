@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 _MARKERS = (("[THINK]", "[/THINK]"),)
@@ -12,5 +14,10 @@ def reasoning_markers(tokenizer: TokenizerWrapper) -> tuple[str, str] | None:
     """The markers before and after a model's reasoning; None if it has none."""
     if tokenizer.has_thinking:
         return tokenizer.think_start, tokenizer.think_end
-    vocabulary = tokenizer.get_vocab()
-    return next((pair for pair in _MARKERS if all(one in vocabulary for one in pair)), None)
+    return next((pair for pair in _MARKERS if has_tokens(tokenizer, pair)), None)
+
+
+def has_tokens(tokenizer: TokenizerWrapper, names: Sequence[str]) -> bool:
+    """Whether a tokenizer has tokens with these names. This does not copy its vocabulary."""
+    ids = [tokenizer.convert_tokens_to_ids(name) for name in names]
+    return None not in ids and tokenizer.convert_ids_to_tokens(ids) == [*names]

@@ -15,7 +15,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..models.reasoning import reasoning_markers
+from ..models.reasoning import has_tokens, reasoning_markers
 from .text_reader import Reading, TextReader, Unexpected, Unfinished, any_of
 from .tool_calls import CALL_FORMATS, HARMONY_HEADER, CallFormat, Tools, of_mlx_lm
 from .worker import Piece
@@ -51,8 +51,7 @@ def parser_name(tokenizer: TokenizerWrapper) -> str:
 
 def is_harmony(tokenizer: TokenizerWrapper) -> bool:
     """Whether a model's messages have the headers of OpenAI's harmony format."""
-    vocabulary = tokenizer.get_vocab()
-    return all(marker in vocabulary for marker in ("<|start|>", "<|channel|>", "<|message|>"))
+    return has_tokens(tokenizer, ("<|start|>", "<|channel|>", "<|message|>"))
 
 
 def initial_state(tokenizer: TokenizerWrapper) -> str:

@@ -301,6 +301,7 @@ ARGUMENTS: Sequence[Arguments] = [
 ]
 
 
+@pytest.mark.slow
 @BY_WRITER
 def test_what_a_template_writes_is_read_back(parser: str, write: Writer) -> None:
     format = format_of(parser)
@@ -311,6 +312,7 @@ def test_what_a_template_writes_is_read_back(parser: str, write: Writer) -> None
         assert read(format, written) == expected
 
 
+@pytest.mark.slow
 @BY_WRITER
 def test_calls_stand_between_text(parser: str, write: Writer) -> None:
     call = write(("read", {"path": CODE}))
@@ -335,6 +337,7 @@ def test_names_that_no_tool_has_are_text(parser: str, write: Writer) -> None:
     assert found == ("text", output.removesuffix("<|call|>"))
 
 
+@pytest.mark.slow
 @BY_WRITER
 def test_an_output_that_ends_within_a_call_is_text(parser: str, write: Writer) -> None:
     output = write(("read", {"path": "a.txt", "lines": [1, 2]}))
@@ -376,6 +379,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from(WRITERS),
     st.fixed_dictionaries({}, optional=VALUES),
@@ -396,6 +400,7 @@ def test_any_arguments_come_back(
     assert json.dumps(found[0][2], sort_keys=True) == json.dumps(arguments, sort_keys=True)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(WRITERS), st.data())
 def test_damaged_outputs_are_the_same_at_every_cut(
     written_by: tuple[str, Writer], data: st.DataObject
@@ -472,7 +477,7 @@ MEANINGS: dict[str, Sequence[tuple[str, Sequence[Event]]]] = {
             '<tool_call>{"name": "read", "arguments": {"path": 1,}}</tool_call>',
             '<tool_call>{"name": "read", "arguments": {]}}</tool_call>',
             '<tool_call>{"name": ["read"], "arguments": {}}</tool_call>',
-            "<tool_call>" + 3000 * "[",
+            "<tool_call>" + 100 * "[",
         )),
         ('Use <tool_call>, so:\n<tool_call>{"name": "read"}</tool_call>',
          [("text", "Use <tool_call>, so:"), called()]),
