@@ -7,6 +7,7 @@ follow the branches of a draft, so each row of a step gets the mask for its own 
 from __future__ import annotations
 
 import copy
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..drafting.drafter import DraftTree
 from ..errors import OptionError
+from ..models.reasoning import reasoning_markers
 from ..models.tokenizer import token_bytes
 from .compiling import compiled, in_one_line
 from .compiling_process import ByteTokens
@@ -146,8 +148,7 @@ def _special_tokens(tokenizer: TokenizerWrapper, vocab_size: int) -> set[int]:
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special |= {token for token, one in added.items() if getattr(one, "special", False)}
     names: list[str] = ["[ARGS]"]
-    if tokenizer.has_thinking:
-        names += tokenizer.think_start, tokenizer.think_end
+    names += reasoning_markers(tokenizer) or ()
     if tokenizer.has_tool_calling:
         names += tokenizer.tool_call_start, tokenizer.tool_call_end
     markers = (token_of(tokenizer, name) for name in names)
@@ -194,12 +195,18 @@ class Grammar:
         phases = (Phase(constraint),) if isinstance(constraint, Constraint) else constraint
         self._beginnings = [_beginning(phase, vocabulary) for phase in phases]
         """For each phase, the place at its beginning."""
+        self._most_free = math.inf
+        """How many tokens free text may have in which the output must not end."""
         self._place = self._beginning_of(0)
         """The place after the last accepted token."""
 
-    def begin(self) -> Grammar:
-        """The same constraint, before the first token of another output."""
+    def begin(self, max_tokens: float = math.inf) -> Grammar:
+        """The same constraint, before the first token of another output.
+
+        Reasoning takes at most half of ``max_tokens``, so that the rest is left for the answer.
+        """
         other = copy.copy(self)
+        other._most_free = max_tokens // 2
         other._place = self._beginning_of(0)
         return other
 
@@ -213,8 +220,8 @@ class Grammar:
 
     def forced(self) -> tuple[int, ...]:
         """The tokens that must come next, whatever the model predicts; empty if several may."""
-        phase, matcher, fresh, ended = self._place
-        if matcher is None or ended or (fresh and phase.exits):
+        phase, matcher, length, ended = self._place
+        if matcher is None or ended or (not length and phase.exits):
             return ()
         tokens = matcher.compute_ff_tokens()[:_MOST_FORCED]
         if tokens:
@@ -264,30 +271,41 @@ class Grammar:
 
     def _after(self, place: _Place, token: int) -> _Place | None:
         """The place after a token, None if the token is not allowed. It takes over the matcher."""
-        phase, matcher, fresh, ended = place
+        phase, matcher, length, ended = place
         # A draft may hold any integer; an id outside the vocabulary would break the matcher.
         if ended or not 0 <= token < self._vocab_size:
             return None
-        if token in phase.exits and (matcher is None or fresh):
+        if token in phase.exits and (matcher is None or not length):
             return self._beginning_of(phase.exits[token])
+        if self._must_exit(place):
+            return None
         if token in self._ends:
             may_end = phase.may_end if matcher is None else matcher.is_accepting()
             return place._replace(ended=True) if may_end else None
         if matcher is not None and matcher.try_consume_tokens([token]) != 1:
             _check(matcher)
             return None
-        return place._replace(fresh=False)
+        return place._replace(length=length + 1)
+
+    def _must_exit(self, place: _Place) -> bool:
+        """Whether only a token that starts another phase may follow a place."""
+        phase, matcher, length, _ = place
+        bounded = matcher is None and not phase.may_end and phase.exits
+        return bool(bounded) and length >= self._most_free
 
     def _mask_into(self, mask: np.ndarray, place: _Place) -> None:
         """Write into ``mask``, (vocabulary,), which tokens may follow a place."""
-        phase, matcher, fresh, ended = place
-        if matcher is None:
+        phase, matcher, length, ended = place
+        if self._must_exit(place):
+            mask[:] = False
+            mask[[*phase.exits]] = True
+        elif matcher is None:
             mask[self._ends] = ended or phase.may_end
         elif not ended:
             bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             mask[:] = np.unpackbits(bits, count=len(mask), bitorder="little")
             _check(matcher)
-            if fresh:
+            if not length:
                 mask[[*phase.exits]] = True
             if not mask.any():
                 raise OptionError(_STUCK)
@@ -306,13 +324,13 @@ class _Place(NamedTuple):
     Attributes:
         phase: the current phase.
         matcher: the matcher of the phase's constraint; None in free text.
-        fresh: whether the phase's first token is still to come.
+        length: the number of the phase's tokens so far.
         ended: whether the output has ended.
     """
 
     phase: Phase
     matcher: llguidance.LLMatcher | None
-    fresh: bool = True
+    length: int = 0
     ended: bool = False
 
 

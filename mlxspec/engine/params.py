@@ -17,6 +17,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat, SupportsIndex, TypeVar
 
 from ..errors import OptionError
+from .json_schema import enforceable
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -204,7 +205,8 @@ class Constraint:
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Constraint:
         """JSON that is valid under a schema, on one line, with separators ``", "`` and ``": "``.
 
-        The properties of objects are in the schema's order. If the schema has the key
+        Formats that llguidance does not know are ignored. The properties of objects are in the
+        schema's order. If the schema has the key
         ``x-guidance`` with the value ``{"whitespace_flexible": true}``, the model chooses the white
         space.
 
@@ -218,7 +220,7 @@ class Constraint:
             cls("json_schema", schema)  # a long text is refused before it is parsed
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
-            text = json.dumps({} if parsed is True else parsed, allow_nan=False)
+            text = json.dumps({} if parsed is True else enforceable(parsed), allow_nan=False)
         except (ValueError, TypeError, RecursionError) as error:
             raise OptionError(f"the JSON schema is not valid JSON ({error}): correct it") from error
         if not text.startswith("{"):

@@ -8,6 +8,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine.params import Constraint, Phase, Phases
 from ..errors import OptionError
+from ..models.reasoning import reasoning_markers
 
 _AFTER_REASONING = r"[ \n]{1,4}"  # white space that templates insert and parsers of answers drop
 
@@ -38,10 +39,9 @@ def in_answer(
     Raises:
         OptionError: the model ends its reasoning with several tokens.
     """
-    opens = closes = None
-    if tokenizer.has_thinking:
-        opens = _only(tokenizer.think_start_tokens)
-        closes = _only(tokenizer.think_end_tokens)
+    opens, closes = (
+        _only_token(tokenizer, marker) for marker in reasoning_markers(tokenizer) or ("", "")
+    )
     if reasons and closes is None:
         raise OptionError(
             "this model's reasoning does not end with a single token, so no constraint can begin "
@@ -63,21 +63,22 @@ def in_answer(
     return tuple(phases)
 
 
-def _only(tokens: tuple[int, ...] | None) -> int | None:
+def _only_token(tokenizer: TokenizerWrapper, marker: str) -> int | None:
     """A marker's token; None if the marker is not exactly one token."""
-    return tokens[0] if tokens and len(tokens) == 1 else None
+    token: int | None = tokenizer.get_vocab().get(marker)
+    return token
 
 
 def leaves_reasoning_open(text: str, tokenizer: TokenizerWrapper) -> bool:
     """Whether an answer that begins with this text is still inside its reasoning."""
-    if not tokenizer.has_thinking:
-        return False
-    return text.rfind(tokenizer.think_start) > text.rfind(tokenizer.think_end)
+    markers = reasoning_markers(tokenizer)
+    return markers is not None and text.rfind(markers[0]) > text.rfind(markers[1])
 
 
 def ends_in_reasoning(tokens: list[int], tokenizer: TokenizerWrapper) -> bool:
     """Whether a prompt ends inside reasoning, which some chat templates begin."""
-    if not tokenizer.has_thinking:
+    markers = reasoning_markers(tokenizer)
+    if not markers:
         return False
     text: str = tokenizer.decode(tokens[-16:])
-    return text.rstrip().endswith(tokenizer.think_start)
+    return text.rstrip().endswith(markers[0])

@@ -227,7 +227,7 @@ class Request:
         """
         decoder = self.decoder
         self.state = State.PREFILL
-        grammar = self.constraint.begin() if self.constraint else None
+        grammar = self.constraint.begin(self.max_tokens) if self.constraint else None
         drafter = self._new_drafter(grammar)
         self.output = OutputText(
             decoder.new_detokenizer(), self.stop_tokens, self.stop, self.max_tokens

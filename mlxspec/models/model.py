@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..errors import LoadError
+from ..errors import LoadError, PromptError
 from ..process import open_standard_streams
 from ..terminal import one_line
 from .heads import NO_MODEL, named_kind
@@ -201,7 +201,17 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
 
     BOS is added, unless ``text`` starts with the name of that token. An empty text gives only BOS,
     or no ids if the tokenizer has no BOS.
+
+    Raises:
+        PromptError: the text has a lone surrogate, which cannot be encoded.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the prompt has half a character, {text[error.start]!a}, at position "
+            f"{error.start}: send text that UTF-8 can encode"
+        ) from error
     bos = tokenizer.bos_token
     has_bos = bos is not None and text.startswith(bos)
     return tokenizer.encode(text, add_special_tokens=not has_bos)

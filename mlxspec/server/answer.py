@@ -1,8 +1,7 @@
 """Turns a model's output into the answer of an API, sent whole or as a stream of chunks.
 
-mlx-lm knows each model family's markers (``TextStateMachine``) and how to parse its tool calls
-(``tool_parsers``). Only :class:`OutputParser` uses these parts of mlx-lm. A :class:`Choice`
-collects the parsed parts: text, reasoning and tool calls. Each API renders these parts.
+A :class:`Choice` collects the parts that :class:`~mlxspec.server.output_parser.OutputParser` finds:
+text, reasoning and tool calls. Each API renders these parts.
 """
 
 from __future__ import annotations
@@ -10,9 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
-import secrets
-import string
 from abc import ABC, abstractmethod
 from collections.abc import (
     AsyncGenerator,
@@ -28,253 +24,13 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, cast
 
-from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from .body import ApiError
+from .output_parser import OutputFormat, OutputParser, Part
 from .worker import Begun, Ended, Event, EventStream, Piece
-
-# --- the format of an output ---
-
-
-@dataclass(frozen=True)
-class OutputFormat:
-    """How to parse a model's output.
-
-    Attributes:
-        tokenizer: the model's tokenizer, which knows the markers.
-        tools: the tools offered to the model. Without any, calls are plain text.
-        initial: the state in which the output begins: "normal", "reasoning", "tool", or a state
-            that only this model has.
-        several_calls: whether an answer may have more than one call.
-        trims_space: whether the tokenizer adds a space at the beginning of the output, which is
-            dropped.
-    """
-
-    tokenizer: TokenizerWrapper
-    tools: Sequence[dict[str, Any]] = ()
-    initial: str = "normal"
-    several_calls: bool = True
-    trims_space: bool = False
-
-
-_HEADERS = {
-    "json_tools": re.compile(
-        r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"\s*,\s*"arguments"\s*:\s*(?=\{)'
-    ),
-    "mistral": re.compile(r"\s*(?:\[TOOL_CALLS\]\s*)?([\w-]+)\s*\[ARGS\]\s*(?=\{)"),
-}
-"""By the name of mlx-lm's parser: the text before a call's arguments, which are then streamed.
-Calls in other formats are sent whole.
-"""
-
-
-def parser_name(tokenizer: TokenizerWrapper) -> str:
-    """mlx-lm's name for a model's tool call format."""
-    return str(getattr(tokenizer.tool_parser, "__module__", "")).rpartition(".")[2]
-
-
-# --- parsing an output ---
-
-
-@dataclass
-class Part:
-    """A part of an answer (text, reasoning or a tool call), or the next piece of such a part.
-
-    Attributes:
-        kind: "text", "reasoning", "call" (a tool call or its beginning) or "arguments" (the next
-            piece of a call's arguments).
-        text: the text, or a call's arguments as JSON.
-        index: the call's index in the answer.
-        id: the id under which the client returns the call's result.
-        name: the called function's name.
-        pieces: the part's tokens.
-    """
-
-    kind: str
-    text: str = ""
-    index: int = 0
-    id: str = ""
-    name: str = ""
-    pieces: list[Piece] = field(default_factory=list)
-
-
-class OutputParser:
-    """Parses one output incrementally, in segments of any length.
-
-    White space next to a marker is dropped: it belongs to the format, and chat templates add it
-    back.
-
-    Attributes:
-        n_calls: how many calls have begun.
-        finished: whether the only call that the answer may have is complete. Later text is dropped.
-    """
-
-    def __init__(self, format: OutputFormat) -> None:
-        self.n_calls = 0
-        self.finished = False
-        self._format = format
-        self._tokenizer = format.tokenizer
-        self._header = _HEADERS.get(parser_name(format.tokenizer)) if format.tools else None
-        machine = make_text_state_machine(format.tokenizer)
-        self._machine_state = machine.make_state(format.initial)
-        self._state = format.initial
-        self._gap = ""  # white space that is dropped if a marker follows
-        self._after_marker = format.initial == "reasoning"
-        self._trims_space = format.trims_space
-        self._call = ""  # the text since the last call marker
-        self._marker = ""  # that marker, unless it is in the prompt
-        self._sent = 0  # how many of the call's characters were sent
-        self._object: int | None = None  # where the arguments that are being sent begin
-
-    @property
-    def reasoning(self) -> bool:
-        """Whether the output is inside reasoning."""
-        return self._state == "reasoning"
-
-    def feed(self, text: str) -> list[Part]:
-        """Parse the next segment of the output."""
-        if text and self._trims_space:
-            self._trims_space = False
-            text = text.removeprefix(" ")
-        self._machine_state, segments = TextStateMachine.split(self._machine_state, text)
-        deltas: list[Part] = []
-        for index, (state, segment) in enumerate(segments):
-            if index:
-                deltas += self._enter(state)
-            deltas += self._add(segment)
-        return deltas
-
-    def finish(self, cut: bool = False) -> list[Part]:
-        """At the end of the output, parse the text that was held back.
-
-        Args:
-            cut: whether something other than the model ended the output. An unfinished call is then
-                dropped: it is not text, and the finish reason explains its absence.
-        """
-        self._machine_state, held, _ = TextStateMachine.flush(self._machine_state)
-        deltas = self._add(held)
-        if self._state == "tool":
-            deltas += self._end_call("", cut)
-        elif self._gap:
-            deltas.append(self._said(self._gap))
-        self._gap = ""
-        return deltas
-
-    def _enter(self, state: str) -> list[Part]:
-        """Enter the state that a marker begins; return the calls that it completes."""
-        ends = self._state == "tool"
-        deltas = self._end_call(self._tokenizer.tool_call_end) if ends else []
-        self._state, self._gap, self._after_marker = state, "", True
-        if state == "tool":
-            self._call, self._marker = "", self._tokenizer.tool_call_start
-            self._sent, self._object = 0, None
-        return deltas
-
-    def _add(self, text: str) -> list[Part]:
-        if self.finished:
-            return []
-        if self._state == "tool":
-            return self._add_to_call(text)
-        if self._state not in ("normal", "reasoning"):
-            return []  # the text of a header between messages
-        if self._after_marker:
-            text = text.lstrip()
-        text = self._gap + text
-        solid = text.rstrip()
-        self._gap = text[len(solid) :]
-        if not solid:
-            return []
-        self._after_marker = False
-        return [self._said(solid)]
-
-    def _said(self, text: str) -> Part:
-        return Part("reasoning" if self.reasoning else "text", text)
-
-    # --- calls ---
-
-    def _add_to_call(self, text: str) -> list[Part]:
-        """Add text to a call; return the parts that can be sent before the call ends."""
-        self._call += text
-        deltas: list[Part] = []
-        while self._header and not self.finished:
-            if self._object is None:
-                header = self._header.match(self._call, self._sent)
-                if not header:
-                    break
-                deltas.append(self._begin(header[1]))
-                self._object = self._sent = header.end()
-            end = _object_end(self._call, self._object, self._sent)
-            if unsent := self._call[self._sent : end]:
-                deltas.append(Part("arguments", unsent, self.n_calls - 1))
-            self._sent += len(unsent)
-            if end is None:
-                break
-            self._object = None
-            self.finished = not self._format.several_calls
-        return deltas
-
-    def _begin(self, name: str, call_id: object = None) -> Part:
-        self.n_calls += 1
-        if not isinstance(call_id, str):  # Mistral's templates require nine such characters
-            call_id = "".join(map(secrets.choice, [string.ascii_letters + string.digits] * 9))
-        return Part("call", index=self.n_calls - 1, id=call_id, name=name)
-
-    def _end_call(self, marker: str, cut: bool = False) -> list[Part]:
-        """Parse calls whose arguments were not streamed; if they are invalid, they become text."""
-        format = self._format
-        if self.finished or self._sent:
-            return []
-        try:
-            if not format.tools:
-                raise ValueError("no tools")
-            found = self._tokenizer.tool_parser(self._call, format.tools)
-            parsed = [_read_call(one) for one in (found if isinstance(found, list) else [found])]
-            if not parsed:
-                raise ValueError("no call")
-        except Exception:  # the parsers raise exceptions of any type
-            written = self._marker + self._call + marker
-            return [] if cut and format.tools else [Part("text", written)]
-        deltas: list[Part] = []
-        for name, arguments, call_id in parsed if format.several_calls else parsed[:1]:
-            deltas += [self._begin(name, call_id), Part("arguments", arguments, self.n_calls - 1)]
-        self.finished = not format.several_calls
-        return deltas
-
-
-_STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[{}\[\]]', re.DOTALL)
-
-
-def _object_end(text: str, start: int, known: int) -> int | None:
-    """The position after the JSON object that begins at ``start``; None if it is incomplete.
-
-    The first ``known`` characters are known not to complete it.
-    """
-    if "}" not in text[known:]:
-        return None
-    depth = 0
-    for found in _STRING_OR_BRACKET.finditer(text, start):  # models may write invalid JSON
-        if found[0] in "{[":
-            depth += 1
-        elif found[0] in "}]":
-            depth -= 1
-        if not depth:
-            return found.end()
-    return None
-
-
-def _read_call(call: dict[str, Any]) -> tuple[str, str, object]:
-    """The name, JSON arguments and id of a parsed call; raises if it is invalid."""
-    name, arguments = call["name"], call.get("arguments", {})
-    if not isinstance(name, str) or not name:
-        raise ValueError("a function without a name")
-    if not isinstance(arguments, str):  # a string is already JSON
-        arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    (name + arguments).encode()  # raises for lone surrogates, which cannot be sent
-    return name, arguments, call.get("id")
-
 
 # --- choices ---
 
@@ -353,15 +109,22 @@ class Choice:
             reasoned = parser is not None and parser.reasoning
             if not reasoned:
                 self._silent.append(piece)
-            for delta in parser.feed(piece.text) if parser else [Part("text", piece.text)]:
+            if parser:
+                deltas = parser.feed(piece.text)
+            else:
+                deltas = [Part("text", piece.text)] if piece.text else []
+            for delta in deltas:
                 self._add(delta, piece.accepted)
             if reasoned or (parser and parser.reasoning):
                 self.reasoning_tokens += 1
-        if end and parser:
-            for delta in parser.finish(end.finish_reason == "length" or end.stop is not None):
-                self._add(delta, False)
         self.end = end
         if end:
+            while end.stop is not None and self._silent and not self._silent[-1].text:
+                self._silent.pop()  # a token of the stop string
+            for delta in parser.finish(self.cut) if parser else ():
+                self._add(delta, False)
+            if self._silent and not parser:
+                self._add(Part("text"), False)
             self._end_part()
         return self._runs
 
@@ -389,6 +152,12 @@ class Choice:
     def _end_part(self) -> None:
         if self.parts:
             self._last_run().ends = True
+
+    @property
+    def cut(self) -> bool:
+        """Whether something other than the model ended the choice."""
+        end = self.end
+        return end is not None and (end.finish_reason == "length" or end.stop is not None)
 
     @property
     def finish_reason(self) -> str:

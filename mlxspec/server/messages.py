@@ -16,8 +16,9 @@ from urllib.parse import quote
 
 from pydantic import AliasPath, BeforeValidator, Field, PlainValidator, TypeAdapter
 
-from .answer import ApiAnswer, Choice, Part, TextRun, framed
+from .answer import ApiAnswer, Choice, TextRun, framed
 from .body import ApiError, Body, Items, Name, new_request_id, read_json, without_nulls
+from .output_parser import Part
 from .requests import ApiBody, Function, OutputOptions, Stops, ToolOutput, merged
 from .worker import Begun, Ended
 
@@ -171,16 +172,29 @@ def _block(part: Part, text: str) -> dict[str, Any]:
         return {"type": "thinking", "thinking": text, "signature": _SIGNATURE if text else ""}
     # The id has the model's form, not Anthropic's: chat templates must accept it when the client
     # sends it back.
-    return {"type": "tool_use", "id": part.id, "name": part.name, "input": _read_input(text)}
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": _read_input(text) or {}}
 
 
-def _read_input(text: str) -> dict[str, Any]:
-    """A call's arguments; empty if they were cut off or are not an object."""
+def _whole_block(part: Part, cut: bool) -> dict[str, Any]:
+    """The content block for a whole part. A call with invalid arguments is text.
+
+    Args:
+        part: the part.
+        cut: whether the answer was cut off, and so the last call's arguments may be; they are then
+            left out.
+    """
+    if part.kind == "call" and not cut and _read_input(part.text) is None:
+        return {"type": "text", "text": part.text}
+    return _block(part, part.text)
+
+
+def _read_input(text: str) -> dict[str, Any] | None:
+    """A call's arguments; None if they are not an object."""
     try:
         arguments, _ = read_json(text.encode())
     except (ValueError, ApiError):
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
+        return None
+    return arguments if isinstance(arguments, dict) else None
 
 
 class MessagesAnswer(ApiAnswer):
@@ -237,7 +251,7 @@ class MessagesAnswer(ApiAnswer):
         assert choice.end
         return {
             **self._message,
-            "content": [_block(part, part.text) for part in choice.parts],
+            "content": [_whole_block(part, choice.cut) for part in choice.parts],
             **self._ending(choice, choice.end),
         }
 

@@ -10,15 +10,23 @@ from typing import Any, cast
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine.grammar import token_of
+from ..engine.json_schema import enforceable
 from ..engine.params import ONE_LINE, Constraint, Phases
 from ..errors import OptionError, PromptError
 from ..generation.chat_answer import in_answer, leaves_reasoning_open
 from ..models.chat_template import apply_template, reserved_arguments
 from ..models.model import encode_prompt
+from ..models.reasoning import reasoning_markers
 from ..models.tokenizer import detokenizer_of
-from .answer import OutputFormat, parser_name
 from .body import ApiError
 from .openai import CompletionBody
+from .output_parser import (
+    FINAL_MESSAGE,
+    OutputFormat,
+    initial_state,
+    is_harmony,
+    parser_name,
+)
 from .requests import ApiBody
 
 
@@ -67,7 +75,12 @@ def chat_prompt(
             f"This model does not support tools, since {reason}: leave tools out.", param="tools"
         )
     text = _templated(body, tokenizer, arguments or {})
-    initial = tokenizer.response_initial_state or "normal"
+    initial = initial_state(tokenizer)
+    if initial == "header" and is_harmony(tokenizer):
+        if body.constraint and not body.tools_shown:  # the answer is the final message alone
+            text += FINAL_MESSAGE
+        if body.continued or text.endswith(FINAL_MESSAGE):
+            initial = "normal"
     if _is_reasoning(body, tokenizer, text):
         initial = "reasoning"
     # A space at the beginning of a continuation was written by the model.
@@ -75,13 +88,14 @@ def chat_prompt(
     trims_space = puts_space and not body.continued
     if body.demands_call:
         known = body.forced_tool is None or parser_name(tokenizer) in _FORMATS
-        if tokenizer.response_initial_state or not known:
+        if initial_state(tokenizer) != "normal" or not known:
             raise ApiError(
                 'tool_choice: this model cannot be forced to make that call; send "auto".',
                 param="tool_choice",
             )
-        if initial == "reasoning":  # a call inside reasoning would not count
-            text += f"\n{tokenizer.think_end}\n\n"
+        markers = reasoning_markers(tokenizer)
+        if initial == "reasoning" and markers:  # a call inside reasoning would not count
+            text += f"\n{markers[1]}\n\n"
         text += tokenizer.tool_call_start
         initial, trims_space = "tool", False
     format = OutputFormat(
@@ -104,7 +118,7 @@ def why_no_tools(tokenizer: TokenizerWrapper) -> str | None:
     """Why tools cannot be offered to a model; None if they can."""
     if not tokenizer.has_chat_template:
         return "it has no chat template"
-    if tokenizer.has_tool_calling:
+    if tokenizer.has_tool_calling or is_harmony(tokenizer):
         return None
     if "tools" not in str(tokenizer.chat_template):
         return "its chat template has no place for them"
@@ -174,7 +188,8 @@ def _is_reasoning(body: ApiBody, tokenizer: TokenizerWrapper, text: str) -> bool
     """Whether the answer begins inside reasoning."""
     if body.continued:
         return leaves_reasoning_open(body.conversation[-1]["content"], tokenizer)
-    return tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
+    markers = reasoning_markers(tokenizer)
+    return markers is not None and text.rstrip().endswith(markers[0])
 
 
 # --- constraints ---
@@ -198,7 +213,8 @@ def _answer_phases(
     calls = _calls_constraint(body, tokenizer) if constrains else None
     if body.demands_call:  # the prompt ends with a call's marker
         return calls
-    call_start = token_of(tokenizer, tokenizer.tool_call_start) if body.tools_shown else None
+    marker = tokenizer.tool_call_start if body.tools_shown else None
+    call_start = token_of(tokenizer, marker) if marker else None
     if body.tools_shown and call_start is None:
         if body.constraint:
             raise OptionError(
@@ -229,6 +245,8 @@ def _calls_constraint(body: ApiBody, tokenizer: TokenizerWrapper) -> Constraint 
     schema. Otherwise they may be any object.
     """
     parser, has_args = parser_name(tokenizer), "[ARGS]" in tokenizer.get_vocab()
+    if parser not in _FORMATS:
+        return None
     start = _literal(tokenizer, tokenizer.tool_call_start)
     end = _literal(tokenizer, tokenizer.tool_call_end)
     forced = body.forced_tool
@@ -244,13 +262,11 @@ def _calls_constraint(body: ApiBody, tokenizer: TokenizerWrapper) -> Constraint 
         before, separator, after, tail = "", start, "", ""
     elif parser == "mistral":
         before, separator, after = '"[" ', '", "', ' "]"'
-    elif parser == "qwen3_coder":
+    else:
         heads = [_quoted(f"<function={name}>\n") for name in names]
         before, after, tail = '"\\n" ', f' "</function>\\n" {end}', ""
         arguments, shared = _elements, _ELEMENT
         separator = f'{after} {_SPACE} {start} "\\n"'
-    else:
-        return None
     more = f" ({separator} call)*" if body.parallel_tool_calls and not forced else ""
     calls = [f"{head} args_{number}{tail}" for number, head in enumerate(heads)]
     rules = [f"start: {before}call{more}{after}", f"call: {' | '.join(calls)}"]
@@ -308,6 +324,7 @@ def _arguments_schema(tool: dict[str, Any], demanded: bool) -> dict[str, Any]:
     """
     strict = _is_strict(tool)
     schema = (tool["function"].get("parameters") or {}) if strict or demanded else {}
+    schema = enforceable(schema, lenient=not strict)
     return {"type": "object", **schema, "x-guidance": {**ONE_LINE, "lenient": not strict}}
 
 

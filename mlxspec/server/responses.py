@@ -18,7 +18,7 @@ from pydantic import AfterValidator, AliasChoices, AliasPath, BeforeValidator, F
 
 from ..errors import OptionError
 from ..jsonl import without_lone_surrogates
-from .answer import ApiAnswer, Choice, OutputFormat, Part, TextRun, framed
+from .answer import ApiAnswer, Choice, TextRun, framed
 from .body import (
     ApiError,
     Body,
@@ -33,6 +33,7 @@ from .body import (
     without_nulls,
 )
 from .openai import chat_logprobs
+from .output_parser import OutputFormat, Part
 from .requests import ApiBody, OutputOptions, Text, TextPart, ToolOutput, Verbosity, merged
 from .worker import Ended
 

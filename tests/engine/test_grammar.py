@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine import grammar
 from mlxspec.engine.grammar import Grammar, Vocabulary
+from mlxspec.engine.json_schema import enforceable
 from mlxspec.engine.params import Constraint, Phase, Phases
 from mlxspec.errors import OptionError
 from tests.support.chat_tokenizer import chat_tokenizer
@@ -187,6 +188,52 @@ def test_phases_lead_from_free_text_to_a_constraint() -> None:
     assert state.forced() == (*yes, end)
     unconstrained = begun((Phase(),), "bytes")
     assert allowed(unconstrained) is None
+
+
+def test_unknown_formats_are_notes_and_lenient_schemas_lose_what_cannot_be_enforced() -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "format": {"type": "string", "format": "password"},
+            "mail": {"type": "string", "format": "email", "pattern": r"^(?!\.)\w+$"},
+            "any": {"anyOf": [{"type": "any"}, {"type": ["string", "date"]}]},
+            "pattern": {"enum": ["(?=x)"], "patternProperties": {"(?<!a)b": {}, "c": {}}},
+        },
+        "additionalProperties": False,
+    }
+    begun(Constraint.json_schema(schema["properties"]["format"]))  # type: ignore[index]
+    assert enforceable(schema, lenient=True) == {
+        "type": "object",
+        "properties": {
+            "format": {"type": "string"},
+            "mail": {"type": "string", "format": "email"},
+            "any": {"anyOf": [{}, {}]},
+            "pattern": {"enum": ["(?=x)"], "patternProperties": {"c": {}}},
+        },
+        "additionalProperties": False,
+    }
+    with pytest.raises(OptionError, match="look-around"):
+        begun(Constraint.json_schema(schema["properties"]["mail"]))  # type: ignore[index]
+
+
+def test_reasoning_before_an_answer_takes_half_of_the_tokens() -> None:
+    tokenizer, vocabulary = vocabulary_of("bytes")
+    opens, closes = (tokenizer.get_vocab()[name] for name in ("<think>", "</think>"))
+    answer = Constraint.choice(["yes"])
+    phases = (Phase(answer, {opens: 1}), Phase(None, {closes: 2}, False), Phase(answer))
+    state = Grammar(phases, vocabulary).begin(8)
+    yes = tokenizer.encode("yes")
+    state.accept([opens, *yes])
+    assert len(allowed(state) or ()) > 250
+    tree = DraftTree.from_branches(0, [[yes[0], yes[0]], [yes[0], closes]])
+    assert sorted(state.allowed(tree).tokens) == sorted([0, yes[0], closes])
+    state.accept(yes[:1])
+    assert allowed(state) == [closes]
+    state.accept([closes])
+    assert state.forced()[:3] == (*yes,)
+    free = Grammar((Phase(None, {closes: 0}),), vocabulary).begin(2)  # may end, so has no bound
+    free.accept(3 * yes)
+    assert allowed(free) is None
 
 
 def test_of_a_long_text_that_is_forced_a_step_is_told_the_beginning() -> None:

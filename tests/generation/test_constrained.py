@@ -427,4 +427,5 @@ def test_what_is_no_constraint_at_all_is_refused_at_once(make: Any) -> None:
 def test_a_begun_answer_goes_on_in_the_reasoning_that_it_leaves_open(text: str, is_open: bool):
     thinks = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>")
     assert leaves_reasoning_open(text, thinks) is is_open
-    assert leaves_reasoning_open(text, SimpleNamespace(has_thinking=False)) is False
+    plain = SimpleNamespace(has_thinking=False, convert_tokens_to_ids={}.get)
+    assert leaves_reasoning_open(text, plain) is False

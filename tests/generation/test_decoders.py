@@ -132,6 +132,7 @@ def test_two_generations_at_once_do_not_disturb_each_other(decoder: PromptLookup
     ("options", "error", "message"),
     [
         ({"prompt": ""}, PromptError, "prompt is empty"),
+        ({"prompt": "a\ud800"}, PromptError, "half a character"),
         ({"prompt": []}, PromptError, "BOS"),
         ({"prompt": [1, 4096]}, PromptError, "the id 4096: pass ids from 0 to 4095"),
         ({"prompt": [-1, 5]}, PromptError, "the id -1"),

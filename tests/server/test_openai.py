@@ -15,7 +15,6 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
-from mlxspec.server.answer import OutputFormat
 from mlxspec.server.body import parse
 from mlxspec.server.openai import (
     ChatAnswer,
@@ -24,6 +23,7 @@ from mlxspec.server.openai import (
     CompletionBody,
     detokenized,
 )
+from mlxspec.server.output_parser import OutputFormat
 from mlxspec.server.worker import Ended, Event, Piece
 from tests.support.chat_tokenizer import chat_tokenizer
 
@@ -39,7 +39,7 @@ CALLS = (
 def chat(**fields: Any) -> ChatAnswer:
     request = parse(ChatBody, {"messages": [{"role": "user", "content": "?"}], **fields})
     format = replace(
-        OutputFormat(TOKENIZER, request.tools), several_calls=request.parallel_tool_calls
+        OutputFormat(TOKENIZER, request.tools_shown), several_calls=request.parallel_tool_calls
     )
     made = ChatAnswer(request, "model")
     made.read_with(TOKENIZER, format)
@@ -153,6 +153,17 @@ def test_calls_and_reasoning_whole() -> None:
         ("g", "{}"),
     ]
     assert answer.usage()["completion_tokens_details"]["reasoning_tokens"] > 3
+
+
+@pytest.mark.parametrize("made", [chat, completion])
+def test_tokens_of_the_stop_string_have_no_logprobs(made: Any) -> None:
+    answer = made(logprobs=True if made is chat else 1)
+    texts = ["Hi", "", "\u00e9", "!\n", "", ""]
+    tokens: list[Event] = [Piece(0, text, 65, logprob=-1.0, top=((65, -1.0),)) for text in texts]
+    for event in (*tokens, replace(ended(), stop="END")):
+        answer.feed([event])
+    logprobs = answer.whole()["choices"][0]["logprobs"]
+    assert len(logprobs["content"] if made is chat else logprobs["tokens"]) == 4
 
 
 def test_content_is_null_beside_calls_alone() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tool_parsers import glm47, json_tools, kimi_k2, mistral, pythonic, qwen3_coder
 
-from mlxspec.server.answer import (
+from mlxspec.server.output_parser import (
     OutputFormat,
     OutputParser,
     Part,
@@ -200,19 +200,29 @@ def test_reasoning_and_text_lose_the_white_space_beside_markers_alone() -> None:
     assert deltas[0] == Part("text", "  I look.")
 
 
-def test_arguments_come_while_they_are_written() -> None:
+def test_long_arguments_come_while_they_are_written() -> None:
+    line = "a line\\n"
     parser = OutputParser(format_of())
-    assert parser.feed('<tool_call>{"name": "write", "argu') == []
-    assert parser.feed('ments": ') == []
-    begun, first = parser.feed("{")
-    assert first == Part("arguments", "{", 0)
+    assert parser.feed('<tool_call>{"name": "write", "arguments": {"city": "') == []
+    assert parser.feed(200 * line) == []
+    begun, *first = parser.feed(200 * line)
     assert begun.kind == "call"
     assert (begun.index, begun.name) == (0, "write")
     assert len(begun.id) == 9
     assert begun.id.isalnum()
-    assert parser.feed('"city": "P') == [Part("arguments", '"city": "P', 0)]
-    assert parser.feed('aris"}}') == [Part("arguments", 'aris"}', 0)]
-    assert parser.feed("</tool_call>") == parser.finish() == []
+    assert joined(parser.feed(line)) == [Part("arguments", line, 0)]
+    last = parser.feed('"}}</tool_call>') + parser.finish()
+    assert "".join(part.text for part in first + last).endswith('a line\\n"}')
+
+
+def test_long_arguments_that_turn_out_to_be_invalid_come_as_they_are_written() -> None:
+    arguments = '{"city": "' + 900 * "a\\n" + '", "days": 1, 2}'
+    output = f'<tool_call>{{"name": "write", "arguments": {arguments}</tool_call> So.'
+    whole = read(format_of(), output)
+    assert whole[1:] == [Part("arguments", arguments, 0), Part("text", "So.")]
+    assert anonymous(read(format_of(), *output)) == anonymous(whole)
+    short = output.replace(900 * "a\\n", "")
+    assert read(format_of(), short) == [Part("text", short)]
 
 
 def test_what_cannot_be_read_comes_back_as_text() -> None:
@@ -253,7 +263,8 @@ def test_headers_between_messages_are_no_text() -> None:
     for tools in (TOOLS, []):
         format = replace(OutputFormat(tokenizer, tools), initial="header")
         assert read(format, said) == [Part("reasoning", "Hm."), Part("text", "Hi.")]
-    deltas = read(replace(OutputFormat(tokenizer, TOOLS), initial="header"), thought + call)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    deltas = read(replace(OutputFormat(tokenizer, tools), initial="header"), thought + call)
     assert calls_of(deltas) == [("f", {"a": 1})]
 
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.models.tokenizer import load_tokenizer_of
-from mlxspec.server.answer import OutputParser, Part
 from mlxspec.server.body import ApiError, parse
 from mlxspec.server.openai import ChatBody, CompletionBody
+from mlxspec.server.output_parser import OutputParser, Part
 from mlxspec.server.prompts import Prompt, chat_prompt, completion_prompts
-from tests.support.chat_tokenizer import CHATML, chat_tokenizer
+from tests.support.chat_tokenizer import CHATML, chat_tokenizer, harmony_tokenizer
 from tests.support.demo import demo
 from tests.support.hostile import json_values
 
@@ -121,6 +121,30 @@ def test_calls_and_results_are_in_the_template() -> None:
     text = text_of(chat(messages=messages, tools=[TOOL]))
     assert '{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in text
     assert "<|im_start|>tool\n2<|im_end|>" in text
+
+
+def test_gpt_oss_has_tools_and_answers_with_headers() -> None:
+    tokenizer = harmony_tokenizer()
+    prompt = chat(tokenizer, tools=[TOOL])
+    assert prompt.format.initial == "header"
+    parser = OutputParser(prompt.format)
+    output = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.f"
+    parts = parser.feed(output + "<|channel|>commentary json<|message|>{}") + parser.finish()
+    assert [part.kind for part in parts] == ["reasoning", "call", "arguments"]
+    assert refused(tokenizer=tokenizer, tools=[TOOL], tool_choice="required") == "tool_choice"
+    answer = chat(tokenizer, response_format={"type": "json_object"})
+    assert text_of(answer, tokenizer).endswith("<|channel|>final<|message|>")
+    assert answer.format.initial == "normal"
+
+
+def test_mistrals_reasoning_is_known() -> None:
+    tokenizer = chat_tokenizer(None, markers=("<s>", "</s>", "[THINK]", "[/THINK]"))
+    opens, closes = tokenizer.convert_tokens_to_ids(["[THINK]", "[/THINK]"])
+    begun = chat(tokenizer, messages=[*HELLO, {"role": "assistant", "content": "[THINK]Hm"}])
+    assert begun.format.initial == "reasoning"
+    first, reasoning, *_ = chat(tokenizer, response_format={"type": "json_object"}).constraint
+    assert {*first.exits} == {opens}
+    assert {*reasoning.exits} == {closes}
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])

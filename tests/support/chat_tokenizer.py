@@ -74,6 +74,12 @@ def chat_tokenizer(
     return wrap(fast, **settings)
 
 
+def harmony_tokenizer(template: str | None = CHATML) -> TokenizerWrapper:
+    """A tokenizer with the markers of gpt-oss."""
+    names = ("start", "end", "message", "channel", "constrain", "return", "call")
+    return chat_tokenizer(None, template, tuple(f"<|{name}|>" for name in names))
+
+
 def with_tools(tokenizer: TokenizerWrapper, parser: str, template: str) -> TokenizerWrapper:
     """A tokenizer for a model that calls tools.
 
