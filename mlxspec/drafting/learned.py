@@ -1,4 +1,6 @@
-"""Keeps step times and experience on disk from one process to the next, in JSON files."""
+"""Keeps on disk what one process has learned for the next, in JSON files: step times, experience,
+and findings about models.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def cache_directory() -> Path:
     return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_cache_path("mlxspec")
 
 
-def _read(what: str, path: Path, kind: TypeAdapter[_File]) -> _File | None:
+def read_kept(what: str, path: Path, kind: TypeAdapter[_File]) -> _File | None:
     """The content of a file; None if it is missing, or None with a warning if it is unusable."""
     try:
         return kind.validate_json(path.read_bytes())
@@ -52,14 +54,15 @@ def _read(what: str, path: Path, kind: TypeAdapter[_File]) -> _File | None:
 def _warn_not_kept(directory: Path, reason: str) -> None:
     """Log, once per directory and reason, that nothing can be kept there."""
     _log.warning(
-        "step times and experience cannot be kept in %s (%s); set %s to another directory",
+        "step times, experience and findings about models cannot be kept in %s (%s); "
+        "set %s to another directory",
         directory,
         reason,
         ENVIRONMENT_VARIABLE,
     )
 
 
-def _write(path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
+def write_kept(path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
     """Write a file that only the user can read, wholly or not at all; return whether it worked."""
     try:
         with replaced(path, parents=0o700) as file:
@@ -69,6 +72,15 @@ def _write(path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
         _warn_not_kept(path.parent.parent, getattr(failure, "strerror", None) or str(error))
         return False
     return True
+
+
+def oldest_first(directory: Path) -> list[Path]:
+    """The JSON files in a directory, from the oldest to the newest."""
+    found = []
+    for path in directory.glob("*.json"):
+        with suppress(OSError):
+            found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found)]
 
 
 Source = Literal["steps", "quick", "careful"]  # the most reliable comes last
@@ -170,13 +182,13 @@ class CostCache:
 
     def read(self, key: CostKey) -> TimesByContext:
         """The times that are kept for a key; empty if there are none that can be used."""
-        found = _read("step times", self.directory / key.file_name, _STEP_TIMES)
+        found = read_kept("step times", self.directory / key.file_name, _STEP_TIMES)
         return found.contexts if found else {}
 
     def entries(self) -> list[tuple[CostKey, TimesByContext]]:
         """All times that can be used, of all machines and models."""
         paths = sorted(self.directory.glob("*.json"))
-        found = [_read("step times", path, _STEP_TIMES) for path in paths]
+        found = [read_kept("step times", path, _STEP_TIMES) for path in paths]
         return [(CostKey(one.machine, one.model), one.contexts) for one in found if one]
 
     def update(self, key: CostKey, found: Mapping[int, KnownTimes]) -> None:
@@ -190,7 +202,7 @@ class CostCache:
             if context not in kept or kept[context].rank <= known.rank:
                 kept[context] = known
         content = _StepTimes(key.machine, key.model, dict(sorted(kept.items())))
-        _write(self.directory / key.file_name, _STEP_TIMES, content)
+        write_kept(self.directory / key.file_name, _STEP_TIMES, content)
 
 
 _EXPERIENCE_VERSION = 3
@@ -264,7 +276,7 @@ class Experience:
         self._of_texts: defaultdict[str, Corrections] = defaultdict(Corrections)
         self._path, self._clock = path, clock
         self._next_save = clock()
-        kept = _read("experience", path, _WEIGHTS) if path else None
+        kept = read_kept("experience", path, _WEIGHTS) if path else None
         self._has_file = kept is not None
         self.corrections = Corrections(kept.weights if kept else {})
 
@@ -296,15 +308,11 @@ class Experience:
             for feature, weight in [*self.corrections.items()]  # other threads may be learning
             if feature < TOKEN_FEATURES
         }
-        self._has_file = _write(self._path, _WEIGHTS, _Weights(weights))
+        self._has_file = write_kept(self._path, _WEIGHTS, _Weights(weights))
         for path in experience_files()[:-_MOST_FILES] if self._has_file else ():
             path.unlink(missing_ok=True)
 
 
 def experience_files() -> list[Path]:
     """The experience files, from the oldest to the newest."""
-    found = []
-    for path in experience_directory().glob("*.json"):
-        with suppress(OSError):
-            found.append((path.stat().st_mtime, path))
-    return [path for _, path in sorted(found)]
+    return oldest_first(experience_directory())
