@@ -138,11 +138,6 @@ def noise(times: Sequence[KnownTime]) -> str | None:
     return None
 
 
-def is_whole(times: Sequence[KnownTime]) -> bool:
-    """Whether times cover drafts, with steps of 2 or 3 rows, of 4 to 7, and of 8 to 15."""
-    return {2, 3, 4} <= {time.rows.bit_length() for time in times}
-
-
 def measure(
     plain: Callable[[int], list[float]],
     drafted: Callable[[int], float],

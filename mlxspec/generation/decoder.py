@@ -275,11 +275,11 @@ class Decoder(LoadedModel):
 class AutoDecoder(Decoder):
     """Chooses each draft by its cost and its expected gain, with nothing to tune.
 
-    The cost of steps is measured at first use, kept in the user's cache directory and corrected by
-    every step. The decoder also learns from every output which drafts tend to be right. These
-    statistics are kept in the same place, without any text, unless ``MLXSPEC_MEMORY=off``. Outputs
-    are remembered, as texts to draft later outputs from. They stay in the process unless you pass a
-    ``memory`` on disk.
+    The costs of steps begin with a few plain steps and typical costs of drafts. Every step corrects
+    them, and they are kept in the user's cache directory. The decoder also learns from every output
+    which drafts tend to be right. These statistics are kept in the same place, without any text,
+    unless ``MLXSPEC_MEMORY=off``. Outputs are remembered, as texts to draft later outputs from.
+    They stay in the process unless you pass a ``memory`` on disk.
 
     Args:
         model, tokenizer: as for :class:`Decoder`.
