@@ -153,6 +153,8 @@ def _narrow(fields: dict[str, Any]) -> None:
     )
     for name in filter(None, (width, heads, key_heads)):
         fields[name] //= by
+    if _is_size(fields.get("head_dim")):  # then the width does not follow from the heads
+        fields[width] = min(fields[width], _LEAST_WIDTH)
 
 
 def _flat(fields: dict[str, Any]) -> None:
