@@ -35,7 +35,7 @@ from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, Live
 from mlxspec.drafting.learned import CostCache
 from mlxspec.drafting.measurement import QUICK
 from mlxspec.engine.costs import ModelSteps, cost_key, costs_for
-from mlxspec.models.tokenizer import load_tokenizer_of, vocabulary_classes
+from mlxspec.models.tokenizer import VocabularyClasses, load_tokenizer_of
 
 sys.path.append(str(Path(__file__).parents[1]))  # where the tests are
 
@@ -144,7 +144,7 @@ def gain(tokenizer: str, traces: Sequence[str]) -> None:
     found = {
         name: speeds(
             completions,
-            vocabulary_classes(encoder),
+            VocabularyClasses(encoder),
             Chip(curve(64), Scenario()),
             costs,
             (0, _LENGTH),

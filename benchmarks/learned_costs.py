@@ -19,6 +19,7 @@ from statistics import geometric_mean
 
 from mlxspec.bench.prompts import Completion, read_completions
 from mlxspec.bench.replay import replay
+from mlxspec.drafting.acceptance import TokenClasses
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
 from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
@@ -26,7 +27,7 @@ from mlxspec.drafting.learned import Experience
 from mlxspec.drafting.measurement import QUICK
 from mlxspec.drafting.planner import Planner, trees_pay
 from mlxspec.drafting.suffix_source import SuffixSource
-from mlxspec.models.tokenizer import load_tokenizer_of, vocabulary_classes
+from mlxspec.models.tokenizer import VocabularyClasses, load_tokenizer_of
 
 _LIMIT = 5  # conversations of a category
 _CHIPS = ("M2 Pro", "M3 Ultra", "M4 Pro", "CPU fp32 OpenBLAS", "H200-like")
@@ -147,7 +148,7 @@ class Timed(Drafter):
 
 def speeds(
     completions: Sequence[Completion],
-    classes: bytes,
+    classes: TokenClasses,
     machine: Machine,
     costs: Costs,
     before: Sequence[int] = (0,),
@@ -186,7 +187,7 @@ def main(tokenizer: str, traces: Sequence[str]) -> None:
             learned, known = (
                 geometric_mean(
                     speeds(
-                        completions, vocabulary_classes(encoder), Machine(curve, scenario), costs
+                        completions, VocabularyClasses(encoder), Machine(curve, scenario), costs
                     ).values()
                 )
                 for costs in (live, fixed)

@@ -1,7 +1,7 @@
 """Show the cost of steps on this machine, and which drafts pay: python calibrate.py [MODEL].
 
-The first run measures for a few seconds and saves the times. mlxspec calibrate takes longer and
-measures more carefully.
+Costs begin with typical ones, and every step of a generation corrects them. mlxspec calibrate
+measures them all at once.
 """
 
 import sys
@@ -9,10 +9,10 @@ import sys
 from mlxspec import AutoDecoder
 
 model = sys.argv[1] if len(sys.argv) > 1 else "demo"
-decoder = AutoDecoder(model, on_measuring=lambda share: print(f"\rmeasuring {share:.0%}", end=""))
+decoder = AutoDecoder(model)
 curve = decoder.costs.curve
 
-print(f"\n{'drafted':>8} {'cost of the step':>17} {'tokens, if each is right with 80 %':>36}")
+print(f"{'drafted':>8} {'cost of the step':>17} {'tokens, if each is right with 80 %':>36}")
 for drafted in (1, 2, 4, 8, 16):
     cost = curve(1 + drafted)  # in plain steps of one row
     tokens = sum(0.8**depth for depth in range(drafted + 1))

@@ -21,7 +21,6 @@ from mlxspec.server.served_model import ServedModel
 from tests.server.test_endpoints import PIECES, scripted_caller
 from tests.support.demo import FLAT, demo, demo_decoder, given_costs
 from tests.support.serving import Running, running_server
-from tests.support.trials import try_equal_models_once
 
 EXAMPLES = Path(mlxspec.__file__).parent.parent / "examples"
 Run = Callable[..., tuple[str, dict[str, Any]]]
@@ -35,7 +34,6 @@ pytestmark = [
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs an example; gives what it has printed, and its variables."""
-    try_equal_models_once(monkeypatch)
 
     def run(
         name: str, *arguments: object, typed: str = "", server: Running | None = None

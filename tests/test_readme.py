@@ -28,7 +28,6 @@ import mlxspec
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from tests.support import command_line
 from tests.support.demo import FLAT, given_costs, keep_costs
-from tests.support.trials import try_equal_models_once
 
 ROOT = Path(mlxspec.__file__).parent.parent
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -203,7 +202,6 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
-    try_equal_models_once(monkeypatch)
     return tmp_path
 
 

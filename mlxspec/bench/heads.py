@@ -9,6 +9,7 @@ from itertools import pairwise
 from random import Random
 from typing import Self, cast
 
+from ..drafting.acceptance import TokenClasses
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft, VerifiedStep
 from ..drafting.heads import HeadExperience, HeadSource
@@ -91,7 +92,7 @@ def policies_with_head(p_reached: Sequence[float], cost: float) -> dict[str, Rep
     """
 
     def with_head(alone: ReplayPolicy) -> ReplayPolicy:
-        def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
+        def drafters(curve: CostCurve, classes: TokenClasses) -> NewDrafter:
             experience = HeadExperience(cost, cost, len(p_reached))
             new_planner = alone(curve, classes)
 
@@ -107,5 +108,5 @@ def policies_with_head(p_reached: Sequence[float], cost: float) -> dict[str, Rep
     return {"head": with_head(_without_text), f"{AUTO}+head": with_head(POLICIES[AUTO])}
 
 
-def _without_text(curve: CostCurve, classes: bytes) -> NewDrafter:
+def _without_text(curve: CostCurve, classes: TokenClasses) -> NewDrafter:
     return lambda output: Planner(FixedCosts(curve), [DrafterSource(NoDraft())], branching=False)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..corpus.memory import MAX_TOKENS, Memory
+from ..drafting.acceptance import TokenClasses
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, DraftTree, Limits, VerifiedStep, accept
 from ..drafting.learned import Experience
@@ -181,13 +182,13 @@ class Hindsight(Drafter):
         output: the recorded output, as token ids.
         curve: T(rows) / T(1).
         branching: whether drafts may be trees.
-        token_classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
+        token_classes: see :class:`mlxspec.drafting.acceptance.TokenClasses`.
     """
 
     output: Sequence[int]
     curve: CostCurve
     branching: bool
-    token_classes: bytes = b""
+    token_classes: TokenClasses = b""
 
     def __post_init__(self) -> None:
         self._source = SuffixSource(self.token_classes)
@@ -226,11 +227,11 @@ class Hindsight(Drafter):
 NewDrafter = Callable[[Sequence[int]], Drafter]
 """Makes the drafter for an output. Only hindsight and replayed heads read the output."""
 
-ReplayPolicy = Callable[[CostCurve, bytes], NewDrafter]
+ReplayPolicy = Callable[[CostCurve, TokenClasses], NewDrafter]
 """Makes a :data:`NewDrafter` for one replay, whose drafters share what they learn.
 
 Its arguments are the cost curve, T(rows) / T(1), and the classes of the tokens (see
-:func:`mlxspec.drafting.acceptance.token_classes`).
+:class:`mlxspec.drafting.acceptance.TokenClasses`).
 """
 
 
@@ -247,7 +248,7 @@ def planned(memory_tokens: int = 0, other: Callable[[], Drafter] | None = None) 
         other: makes a drafter whose candidates are used as well; None for none.
     """
 
-    def drafters(curve: CostCurve, classes: bytes) -> NewDrafter:
+    def drafters(curve: CostCurve, classes: TokenClasses) -> NewDrafter:
         experience = Experience()
         memory = Memory(memory_tokens) if memory_tokens else None
 
@@ -263,7 +264,7 @@ def planned(memory_tokens: int = 0, other: Callable[[], Drafter] | None = None) 
     return drafters
 
 
-def _hindsight(curve: CostCurve, classes: bytes) -> NewDrafter:
+def _hindsight(curve: CostCurve, classes: TokenClasses) -> NewDrafter:
     return lambda output: Hindsight(output, curve, trees_pay(curve), classes)
 
 

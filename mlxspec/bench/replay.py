@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple
 
+from ..drafting.acceptance import TokenClasses
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, DraftTree, NoDraft
 from ..drafting.planner import Planner, plan_drafts
@@ -306,7 +307,7 @@ def read_curve(path: Path) -> CostCurve:
 
 def compare(
     completions: Sequence[Completion],
-    classes: bytes,
+    classes: TokenClasses,
     policies: Mapping[str, ReplayPolicy],
     curves: Mapping[str, CostCurve],
     concurrency: int = 1,
@@ -316,7 +317,7 @@ def compare(
 
     Args:
         completions: the recorded outputs, at least one.
-        classes: the classes of their tokens, see :func:`mlxspec.drafting.acceptance.token_classes`.
+        classes: the classes of their tokens, see :class:`mlxspec.drafting.acceptance.TokenClasses`.
         policies: the policies by their names.
         curves: the curve T(rows)/T(1) of each chip, by the chip's name.
         concurrency: how many outputs run at once. Two or more are compared with plain batching and

@@ -82,7 +82,7 @@ def calibrate_command(model: str | None, asked: CalibrateOptions, shows: ReportO
       mlxspec calibrate --show
 
     T(M) is the time of a step with M rows. A draft of M - 1 tokens pays if its step emits more than
-    T(M)/T(1) tokens. The default decoder measures T quickly at first use, and corrects it with
+    T(M)/T(1) tokens. The default decoder begins with typical costs, and corrects them with
     every step. This command measures T carefully; run it while the machine is otherwise idle. It
     measures after short and long contexts, since attention to a long context can make wide drafts
     much more expensive. For lengths between these, it interpolates. On a GPU it also finds out

@@ -29,8 +29,9 @@ _SIZES = {"hidden_size": "features", "vocab_size": "tokens", "num_hidden_layers"
 @command("inspect", short_help="Show MODEL's properties, and which drafts it verifies.")
 @model_argument()
 @option(*ADAPTERS, type=NAME, group="Model")
+@option("--anew", "Run MODEL itself to find out which drafts it verifies.", group="Model")
 @option("--json", "Write one JSON object.", "as_json", group="Output")
-def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) -> None:
+def inspect_command(model: str | None, adapter_path: str | None, anew: bool, as_json: bool) -> None:
     """Show MODEL's properties, and which drafts it verifies: trees, chains, or none.
 
     It also shows whether MODEL carries a trained head. If MODEL is itself a trained head, it shows
@@ -42,10 +43,15 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
       mlxspec inspect mlx-community/gemma-3-4b-it-4bit
       mlxspec inspect ./mlx_model --json | jq -r .tier
 
-    The command runs the model to find out which drafts it verifies; the architecture's name does
-    not matter. After a rejection, the caches must be as if only the accepted tokens had run. The
-    command also tests whether several sequences can share a forward, with the same results as when
-    each runs alone, and whether a prompt's result depends on the chunks in which it is processed.
+    Trial steps show which drafts MODEL verifies; the architecture's name does not matter. After a
+    rejection, the caches must be as if only the accepted tokens had run. Trial steps also show
+    whether several sequences can share a forward, with the same results as when each runs alone,
+    and whether a prompt's result depends on the chunks in which it is processed.
+
+    The trial steps run on a miniature, a random model with the same code and configuration but few
+    layers and small sizes. The findings are kept in the cache directory, for all commands, until
+    mlxspec, mlx-lm, MLX, the configuration or the quantisation changes. With --anew, about two
+    hundred trial steps run on MODEL itself, and their findings replace those that are kept.
     """
     from ..engine.costs import model_identity
     from ..models.heads import named_kind, sizes_needed
@@ -60,7 +66,7 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
         own = own_head(directory)
         with waiting_bar("Loading"):
             examined, _ = load(model, adapter_path=adapter_path)
-        report = _model_report(examined)
+        report = _model_report(examined, anew)
     elif adapter_path is not None:
         raise OptionError(f"--adapter-path {adapter_path}: trained heads have no adapters")
     else:
@@ -83,16 +89,16 @@ def inspect_command(model: str | None, adapter_path: str | None, as_json: bool) 
         print_rows(*_rows(report))
 
 
-def _model_report(model: nn.Module) -> dict[str, Any]:
-    """Examine a model with about two hundred small forwards."""
-    from ..engine.capability import examine, examine_joint
+def _model_report(model: nn.Module, anew: bool) -> dict[str, Any]:
+    """A model's properties, and what trial steps have shown."""
     from ..engine.costs import machine_identity
     from ..engine.model_sizes import cache_kinds, context_length
+    from ..engine.probes import Probes
     from ..engine.target import vocabulary_size
 
+    probes = Probes(model, anew)
     with told_if_slow("Examining the model"):
-        capability, reason = examine(model)
-        joint, joint_reason = examine_joint(model, capability)
+        (capability, reason), (joint, joint_reason) = probes.drafts, probes.joint
     return {
         "layers": len(model.layers),
         "vocabulary": vocabulary_size(model),
@@ -102,6 +108,7 @@ def _model_report(model: nn.Module) -> dict[str, Any]:
         "reason": reason,
         "joint": joint.value,
         "joint_reason": joint_reason,
+        "tried_on": probes.tried_on,
         "blas": machine_identity().get("blas"),
     }
 
@@ -129,6 +136,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, object]]:
         ("drafts", _DRAFTS[report["tier"]]),
         ("why", report["reason"]),
         ("sequences", f"{report['joint']}: {report['joint_reason']}"),
+        ("found by", f"trial steps of {report['tried_on']}"),
         ("prompts", "in mlx-lm's chunks and never shared" if plain else "in chunks of any size"),
         # On Linux's CPU back end, the BLAS decides the cost of rows.
         *([("BLAS", report["blas"])] if report["blas"] else []),

@@ -123,14 +123,14 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     """
     from ..bench.prompts import read_completions
     from ..bench.replay import compare
-    from ..models.tokenizer import load_tokenizer_of, vocabulary_classes
+    from ..models.tokenizer import VocabularyClasses, load_tokenizer_of
 
     policies = _policies(asked)
     chips = _chips(asked.chips, asked.curve)
     tokenizer = load_tokenizer_of(asked.tokenizer)
     completions = read_completions(traces, tokenizer, asked.limit)
     curves = {name: chip.curve for name, chip in chips.items()}
-    classes, n = vocabulary_classes(tokenizer), asked.concurrency
+    classes, n = VocabularyClasses(tokenizer), asked.concurrency
     with ProgressBar("Replaying") as on_progress:
         comparison = compare(completions, classes, policies, curves, n, on_progress)
     entries = [

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from itertools import repeat
 from math import exp, log
-from typing import Any
+from typing import Any, Protocol
 
 from ..corpus.suffix_index import Continuation
 
@@ -50,23 +50,36 @@ SPACED_PUNCTUATION, UNKNOWN = 6, 7
 _N_CLASSES = 8
 
 
+class TokenClasses(Protocol):
+    """The class of each token id of a vocabulary, such as ``bytes``."""
+
+    def __getitem__(self, token: int, /) -> int: ...
+
+    def __len__(self) -> int: ...
+
+
 def token_classes(pieces: Iterable[str], special: Container[int]) -> bytes:
     """Classify a vocabulary.
 
     Args:
-        pieces: each token's piece in the order of ids, as SentencePiece (``▁the``, ``<0x0A>``)
-            or byte-level BPE (``Ġthe``, ``Ċ``) writes it.
+        pieces: each token's piece in the order of ids.
         special: the ids of control tokens.
 
     Returns:
         the class of each token id.
     """
     return bytes(
-        SPECIAL if token in special else _class_of(piece) for token, piece in enumerate(pieces)
+        SPECIAL if token in special else class_of(piece) for token, piece in enumerate(pieces)
     )
 
 
-def _class_of(piece: str) -> int:
+def class_of(piece: str) -> int:
+    """The class of a token that is not special.
+
+    Args:
+        piece: the token as SentencePiece (``▁the``, ``<0x0A>``) or byte-level BPE (``Ġthe``, ``Ċ``)
+            writes it.
+    """
     if piece.startswith("<0x") and piece.endswith(">"):
         return BYTE_OR_NEWLINE
     text = piece.replace("▁", " ").replace("Ġ", " ").replace("Ċ", "\n").replace("ĉ", "\t")
@@ -126,7 +139,7 @@ class AcceptanceModel:
         earlier: whether the continuations come from other, earlier texts instead of the context.
     """
 
-    def __init__(self, classes: bytes = b"", *, earlier: bool = False) -> None:
+    def __init__(self, classes: TokenClasses = b"", *, earlier: bool = False) -> None:
         self._classes = classes
         self._earlier = earlier
         self._unanimous, self._divided, self._lower_ranked = _weights()

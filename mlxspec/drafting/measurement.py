@@ -34,7 +34,7 @@ class MeasurementPlan:
     plain_tokens: int
     seconds: float
     least_uncertainty: float
-    source: Literal["quick", "careful"]
+    source: Literal["steps", "quick", "careful"]
 
     @property
     def tokens(self) -> int:
@@ -61,8 +61,13 @@ QUICK = MeasurementPlan(
     least_uncertainty=0.08,
     source="quick",
 )
-# Used after a long context, in the rest of three seconds. Other rows are derived from these.
+# Used after a long context. Other rows are derived from these.
 QUICK_LONG = replace(QUICK, rows=(4, 8, 16), rounds=8, plain_tokens=3, seconds=1.1)
+# Used before a model's first generation, whose first token should not wait. The costs of drafts
+# then begin with typical ones, which the first few drafted steps correct.
+FIRST = replace(
+    QUICK, rows=(), rounds=1, plain_tokens=3, seconds=0.5, least_uncertainty=0.1, source="steps"
+)
 CAREFUL = MeasurementPlan(
     rows=(2, 4, 8, 16, 32, 5, 6, 10, 12, 3, 24, 64, 13, 7, 9, 14, 20, 28, 33, 40, 48),
     rounds=20,
@@ -131,11 +136,6 @@ def noise(times: Sequence[KnownTime]) -> str | None:
             )
         slowest = max(slowest, time, key=lambda one: one.seconds)
     return None
-
-
-def is_whole(times: Sequence[KnownTime]) -> bool:
-    """Whether times cover drafts, with steps of 2 or 3 rows, of 4 to 7, and of 8 to 15."""
-    return {2, 3, 4} <= {time.rows.bit_length() for time in times}
 
 
 def measure(

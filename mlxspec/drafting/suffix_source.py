@@ -22,7 +22,7 @@ from ..corpus.suffix_index import (
     continuations,
     excerpts,
 )
-from .acceptance import AcceptanceModel, Estimate
+from .acceptance import AcceptanceModel, Estimate, TokenClasses
 from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep, united
 from .learned import Experience
 
@@ -48,7 +48,7 @@ class SuffixSource(Drafter):
     from every emitted token, whether or not it was drafted.
 
     Args:
-        token_classes: see :func:`mlxspec.drafting.acceptance.token_classes`.
+        token_classes: see :class:`mlxspec.drafting.acceptance.TokenClasses`.
         experience: the experience of earlier generations, to which this one adds.
         memory: the memory of earlier outputs, to which this output is added when it ends.
         store: a store of texts to look up, or None.
@@ -63,7 +63,7 @@ class SuffixSource(Drafter):
 
     def __init__(
         self,
-        token_classes: bytes = b"",
+        token_classes: TokenClasses = b"",
         experience: Experience | None = None,
         *,
         memory: Memory | None = None,

@@ -10,7 +10,6 @@ import random
 import time
 from collections import abc
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -33,11 +32,10 @@ from ..drafting.costs import KnownTime, LiveCosts
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
 from ..drafting.learned import CostCache, CostKey, Identity, KnownTimes, TimesByContext
 from ..drafting.measurement import (
-    QUICK,
+    FIRST,
     QUICK_LONG,
     MeasurementPlan,
     ShareDone,
-    is_whole,
     measure,
     noise,
 )
@@ -50,7 +48,7 @@ from .params import SamplingParams
 from .patches import split_attention
 from .sampling import Chooser
 from .step import Batch, Sequence
-from .target import Capability, Target, target_for, vocabulary_size
+from .target import Target, target_for, vocabulary_size
 
 _log = logging.getLogger(__name__)
 
@@ -234,7 +232,7 @@ def calibrate(
     Args:
         model: an mlx-lm model.
         plan: which steps to measure, and for how long; see
-            :data:`mlxspec.drafting.measurement.QUICK`.
+            :data:`mlxspec.drafting.measurement.FIRST`.
         context: the number of tokens before the first step. If the model's context is too short for
             all steps, there is only one round of steps.
         sequences: the number of sequences that share each step, each with its own context. A step
@@ -421,7 +419,6 @@ class _RandomChains(Drafter):
 # --- keeping ---
 
 _SECONDS_BETWEEN_SAVES = 30.0
-_BUSY = 0.4  # the relative uncertainty of a time that was measured on a busy machine
 
 
 def cost_key(model: nn.Module) -> CostKey:
@@ -429,62 +426,53 @@ def cost_key(model: nn.Module) -> CostKey:
     return CostKey(machine_identity(), model_identity(model))
 
 
-def costs_for(
-    model: nn.Module, *, cache: CostCache | None = None, on_progress: ShareDone | None = None
-) -> KeptCosts:
+def costs_for(model: nn.Module, *, cache: CostCache | None = None) -> KeptCosts:
     """The costs of a model's steps on this machine.
 
-    They are measured if they are not known yet. A measurement that is too noisy is not kept. The
-    costs then begin with those of a typical machine, real steps correct them, and the next process
-    measures again.
+    If they are not known yet, plain steps are measured, which takes as long as seven of them. The
+    costs of drafts then begin with typical ones. All steps correct the costs, and the next process
+    begins with these.
 
     Args:
         model: an mlx-lm model.
-        cache: where measured times are kept; by default in the user's cache directory.
-        on_progress: called with the fraction done, 0 to 1, during a measurement, which takes less
-            than 3 seconds.
+        cache: where the times are kept; by default in the user's cache directory.
     """
     cache, key = cache or CostCache(), cost_key(model)
-    found, (short, *longer) = cache.read(key), measured_contexts(model)
-    drafts = chain_capability(model) is not Capability.PLAIN
-    if any(is_whole(known.times) or not drafts for known in found.values()):
+    if found := cache.read(key):
         _log.info("step times are known from %s", cache.directory / key.file_name)
     else:
-        found = {}
-    wanted = [] if found else [(QUICK, short)]
-    # An earlier process may have had no time for the long context.
-    if longer and drafts and len(found) < 2:
-        wanted.append((QUICK_LONG, longer[-1]))
-    for done, (plan, context) in enumerate(wanted):
-        progress = partial(_in_part, on_progress, done, len(wanted))
-        known = calibrate(model, plan, context=context, on_progress=progress)
-        mx.clear_cache()
-        words = ", ".join(f"T({one.rows}) {1000 * one.seconds:.1f} ms" for one in known.times)
-        _log.info("measured step times after %d tokens: %s", context, words)
-        enough = is_whole(known.times) if context == short else len(known.times) > 1
-        problem = noise(known.times)
-        if drafts and not problem and not enough:
-            problem = "there was no time for steps of 2, 4 and 8 rows"
-        if not problem:
-            found[context] = known
-            cache.update(key, found)
-        elif not found:
-            _log.warning(
-                "step times could not be measured well, since the machine was busy or is slow for "
-                "this model (%s): drafts begin with typical costs, which real steps correct; the "
-                "next start measures again",
-                problem,
-            )
-            plain = replace(known.times[0], uncertainty=_BUSY)
-            return KeptCosts(cache, key, {short: KnownTimes([plain], "steps")})
+        short = measured_contexts(model)[0]
+        found = {short: _measured(model, FIRST, short)}
+        cache.update(key, found)
     split_attention(model, split_length(found))
     return KeptCosts(cache, key, found)
 
 
-def _in_part(on_progress: ShareDone | None, done: int, parts: int, share: float) -> None:
-    """Report the progress of one of several measurements, ``done`` of which are complete."""
-    if on_progress:
-        on_progress((done + share) / parts)
+def with_long_context(model: nn.Module, costs: KeptCosts) -> KeptCosts:
+    """The costs, with times after a long context if these can be measured, in about a second.
+
+    Args:
+        model: an mlx-lm model.
+        costs: its costs.
+    """
+    costs.tried_long_context()
+    *_, context = measured_contexts(model)
+    if context < _LEAST_LONG:
+        return costs
+    known = _measured(model, QUICK_LONG, context)
+    if len(known.times) == 1 or noise(known.times):
+        return costs
+    costs = costs.with_context(context, known)
+    split_attention(model, split_length(costs.found))
+    return costs
+
+
+def _measured(model: nn.Module, plan: MeasurementPlan, context: int) -> KnownTimes:
+    known = calibrate(model, plan, context=context)
+    mx.clear_cache()
+    words = ", ".join(f"T({one.rows}) {1000 * one.seconds:.1f} ms" for one in known.times)
+    _log.info("measured step times after %d tokens: %s", context, words)
+    return known
 
 
 def split_length(found: TimesByContext) -> int | None:
@@ -507,7 +495,15 @@ class KeptCosts(LiveCosts):
         key: from :func:`cost_key`.
         found: the known times, for at least one context length.
         clock: returns the time in seconds.
+
+    Attributes:
+        found: the known times, as the process has begun with them.
+        wants_long_context: whether a generation has had a long context, and only short ones are
+            known; see :func:`with_long_context`.
     """
+
+    wants_long_context = False
+    _has_tried_long = False
 
     def __init__(
         self,
@@ -517,7 +513,7 @@ class KeptCosts(LiveCosts):
         clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__({context: known.times for context, known in found.items()})
-        self._cache, self._key, self._found = cache, key, found
+        self._cache, self._key, self.found = cache, key, found
         self._clock = clock
         self._next_save = clock()
 
@@ -527,11 +523,25 @@ class KeptCosts(LiveCosts):
         begun = {context: KnownTimes(times, "steps") for context, times in known.items()}
         return KeptCosts(self._cache, key, self._cache.read(key) or begun, self._clock)
 
+    def tried_long_context(self) -> None:
+        """Note that a long context has been tried; this process does not try it again."""
+        self.wants_long_context, self._has_tried_long = False, True
+
+    def with_context(self, context: int, known: KnownTimes) -> KeptCosts:
+        """New costs, which begin with these and with the times at a further context length."""
+        found = self._corrected() | {context: known}
+        self._cache.update(self._key, found)
+        return KeptCosts(self._cache, self._key, found, self._clock)
+
     def end(self) -> None:
         """Save the costs that a generation has learned, unless the last save is recent."""
+        is_new = self._context >= _LEAST_LONG > max(self.found)
+        self.wants_long_context = is_new and not self._has_tried_long
         if self._clock() < self._next_save:
             return
         self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
+        self._cache.update(self._key, self._corrected())
+
+    def _corrected(self) -> TimesByContext:
         known = self.known().items()
-        corrected = {context: self._found[context].corrected(times) for context, times in known}
-        self._cache.update(self._key, corrected)
+        return {context: self.found[context].corrected(times) for context, times in known}

@@ -48,7 +48,7 @@ def context_length(model: nn.Module) -> int | None:
 
     If RoPE scaling extends the trained context, this is the extended length.
     """
-    return stated_context_length(_settings(model))
+    return stated_context_length(settings_of(model))
 
 
 def stated_context_length(args: Any) -> int | None:
@@ -66,7 +66,7 @@ def named_positions(model: nn.Module) -> set[int]:
     They are lengths, the sizes of windows and chunks, the ends of scalings, and the start of sparse
     attention.
     """
-    found = _numbers(_settings(model), lambda name: any(word in name for word in _WORDS))
+    found = _numbers(settings_of(model), lambda name: any(word in name for word in _WORDS))
     found |= {context_length(model) or 0, sparse_crossing(model) or 0}
     return {number for number in found if number in _NUMBERS}
 
@@ -85,7 +85,7 @@ def sparse_crossing(model: nn.Module) -> int | None:
     It is a multiple of the size of the attention's blocks, unless that would be very long.
     """
     numbers = _numbers(
-        _settings(model),
+        settings_of(model),
         lambda name: ("sparse" in name or "index" in name) and ("block" in name or "topk" in name),
     )
     product = math.prod(numbers)
@@ -124,7 +124,7 @@ def _numbers(settings: Any, wanted: Callable[[str], bool]) -> set[int]:
     return found
 
 
-def _settings(model: nn.Module) -> Any:
+def settings_of(model: nn.Module) -> Any:
     return getattr(model, "args", None) or getattr(model, "config", None)
 
 

@@ -146,7 +146,7 @@ class Chooser:
             return mx.argmax(self.perturb(logprobs, positions), axis=-1), logprobs
         choices = []
         for row, position in enumerate(positions):
-            with _restored_mlx_state():
+            with restored_mlx_state():
                 mx.random.seed(self._state_word << 32 | position)
                 choices.append(mx.array(self.params.sampler(logprobs[row : row + 1])).reshape(1))
         return mx.concatenate(choices), logprobs
@@ -178,7 +178,7 @@ class Chooser:
             # mlx-lm's function draws one random number for all rows, from MLX's random state, to
             # decide whether to drop tokens. Here it always drops them, and each position decides
             # with its own number.
-            with _restored_mlx_state():
+            with restored_mlx_state():
                 special = list(params.xtc_special_tokens)
                 dropped = apply_xtc(logprobs, 1.0, params.xtc_threshold, special)
             coins = _by_position(
@@ -223,7 +223,7 @@ def _words(seed: int | None) -> list[int]:
 
 
 @contextmanager
-def _restored_mlx_state() -> Iterator[None]:
+def restored_mlx_state() -> Iterator[None]:
     """A ``with`` block after which MLX's random state is as before.
 
     Otherwise, a compiled function that draws random numbers would leave a state that depends on its

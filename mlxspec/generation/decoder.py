@@ -54,8 +54,6 @@ class Decoder(LoadedModel):
         tokenizer: the tokenizer of a loaded model.
         drafter: a :class:`mlxspec.Drafter`, which serves one generation at a time, or a class or
             function that makes one for each generation. None means plain decoding.
-        on_measuring: called with the fraction done, 0 to 1, while step times are measured for the
-            first time.
 
     Raises:
         LoadError: the model cannot be found or read.
@@ -71,8 +69,6 @@ class Decoder(LoadedModel):
         model: str | Path | nn.Module = "mlx_model",
         tokenizer: TokenizerWrapper | None = None,
         drafter: Drafter | Callable[[], Drafter] | Drafting | None = None,
-        *,
-        on_measuring: Callable[[float], None] | None = None,
     ) -> None:
         if isinstance(drafter, Drafting):
             self.drafting = drafter
@@ -82,7 +78,7 @@ class Decoder(LoadedModel):
             model, tokenizer = load(model)
         elif tokenizer is None:
             raise OptionError("tokenizer is None: pass the loaded model's tokenizer with it")
-        super().__init__(self.drafting.model_to_run(model), tokenizer, on_measuring)
+        super().__init__(self.drafting.model_to_run(model), tokenizer)
 
     def stream(
         self, prompt: Prompt, max_tokens: int = 250, **options: Unpack[GenerationOptions]
@@ -279,14 +275,14 @@ class Decoder(LoadedModel):
 class AutoDecoder(Decoder):
     """Chooses each draft by its cost and its expected gain, with nothing to tune.
 
-    The cost of steps is measured at first use, kept in the user's cache directory and corrected by
-    every step. The decoder also learns from every output which drafts tend to be right. These
-    statistics are kept in the same place, without any text, unless ``MLXSPEC_MEMORY=off``. Outputs
-    are remembered, as texts to draft later outputs from. They stay in the process unless you pass a
-    ``memory`` on disk.
+    The costs of steps begin with a few plain steps and typical costs of drafts. Every step corrects
+    them, and they are kept in the user's cache directory. The decoder also learns from every output
+    which drafts tend to be right. These statistics are kept in the same place, without any text,
+    unless ``MLXSPEC_MEMORY=off``. Outputs are remembered, as texts to draft later outputs from.
+    They stay in the process unless you pass a ``memory`` on disk.
 
     Args:
-        model, tokenizer, on_measuring: as for :class:`Decoder`.
+        model, tokenizer: as for :class:`Decoder`.
         memory_tokens: how many tokens of outputs the decoder remembers in its own memory,
             :data:`mlxspec.corpus.memory.MAX_TOKENS` by default. With 0 it has no memory, and
             generations learn nothing from earlier ones.
@@ -323,14 +319,13 @@ class AutoDecoder(Decoder):
         store: str | os.PathLike[str] | None = None,
         extra_drafter: Drafter | Callable[[], Drafter] | None = None,
         head: str | Path | Head | bool | None = None,
-        on_measuring: Callable[[float], None] | None = None,
     ) -> None:
         if isinstance(model, (str, Path)):
             model, tokenizer, found = load_with_head(model, head)
         else:
             found = head_for(model, head)
         drafting = replace(self.drafting, head=found)
-        super().__init__(model, tokenizer, drafting, on_measuring=on_measuring)
+        super().__init__(model, tokenizer, drafting)
         if memory is not None and memory_tokens is not None:
             raise OptionError("memory and memory_tokens are given together: choose one")
         if memory is None and memory_tokens != 0:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ..corpus.memory import Memory
+from ..drafting.acceptance import TokenClasses
 from ..drafting.costs import Costs, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft, checked_drafter
 from ..drafting.learned import Experience
@@ -150,7 +151,7 @@ class Auto(Drafting):
         return extra.model if isinstance(extra, DraftModelDrafter) else None
 
     def sources(
-        self, classes: bytes, experience: Experience, extra: Drafter | None = None
+        self, classes: TokenClasses, experience: Experience, extra: Drafter | None = None
     ) -> list[SuffixSource | DrafterSource]:
         """What a generation drafts from, including ``extra``, a drafter of the user's own."""
         look_ups = SuffixSource(
@@ -176,8 +177,7 @@ class Auto(Drafting):
             # rows.
             costs: Costs = FixedCosts(decoder.costs.curve, decoder.costs.sync_overhead)
         else:
-            # The next generation begins with this one's context length and time of the last save.
-            costs = decoder.costs = decoder.costs.for_generation()
+            costs = decoder.next_costs()
         planner = Planner(
             costs,
             self.sources(decoder.token_classes, experience, None if draft_model else extra),

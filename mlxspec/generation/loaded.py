@@ -13,15 +13,16 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from ..corpus.answers import SWITCH
+from ..drafting.acceptance import TokenClasses
 from ..drafting.costs import StepTimes
 from ..drafting.drafter import Drafter
 from ..drafting.learned import Experience, experience_path
 from ..engine.caches import smallest_keeping_window
-from ..engine.capability import chain_capability, examine, examine_joint
-from ..engine.costs import KeptCosts, costs_for, model_identity
+from ..engine.costs import KeptCosts, costs_for, model_identity, with_long_context
 from ..engine.joint import JointMode
+from ..engine.probes import Probes
 from ..engine.target import Capability, evaluate_constants, vocabulary_size
-from ..models.tokenizer import detokenizer_of, vocabulary_classes
+from ..models.tokenizer import VocabularyClasses, detokenizer_of
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +33,6 @@ class LoadedModel:
     Args:
         model: an mlx-lm model.
         tokenizer: the model's tokenizer.
-        on_measuring: called with the fraction done, 0 to 1, while step times are measured for the
-            first time.
     """
 
     keeps_experience = True
@@ -43,7 +42,6 @@ class LoadedModel:
         self,
         model: nn.Module,
         tokenizer: TokenizerWrapper,
-        on_measuring: Callable[[float], None] | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -53,24 +51,23 @@ class LoadedModel:
         self.wrap_drafter: Callable[[Drafter], Drafter] | None = None
         """Wraps the drafter of each generation, to observe it; None wraps nothing."""
         self._measuring = threading.Lock()
-        self._on_measuring = on_measuring
 
     @cached_property
     def capability(self) -> Capability:
-        """Which drafts the model can verify, as a few forwards have shown."""
-        capability, reason = examine(self.model)
+        """Which drafts the model can verify, as trial steps have shown."""
+        capability, reason = Probes(self.model).drafts
         _log.info("drafts that the model can verify: %s (%s)", capability.value, reason)
         return capability
 
     @cached_property
     def chain_capability(self) -> Capability:
-        """How the model can verify chains, which fewer forwards show."""
-        return chain_capability(self.model)
+        """How the model can verify chains, which fewer trial steps show."""
+        return Probes(self.model).chains
 
     @cached_property
     def joint_mode(self) -> JointMode:
-        """How several sequences share one forward, as small forwards have shown."""
-        mode, _ = examine_joint(self.model, self.chain_capability)
+        """How several sequences share one forward, as trial steps have shown."""
+        mode, _ = Probes(self.model).joint
         _log.info("how several sequences share forwards: %s", mode.value)
         return mode
 
@@ -97,9 +94,9 @@ class LoadedModel:
         return vocabulary_size(self.model)
 
     @cached_property
-    def token_classes(self) -> bytes:
-        """The class of each token; see :func:`mlxspec.drafting.acceptance.token_classes`."""
-        return vocabulary_classes(self.tokenizer)
+    def token_classes(self) -> TokenClasses:
+        """The class of each token."""
+        return VocabularyClasses(self.tokenizer)
 
     def new_detokenizer(self) -> StreamingDetokenizer:
         """A detokenizer for one output."""
@@ -107,11 +104,24 @@ class LoadedModel:
 
     @cached_property
     def costs(self) -> KeptCosts:
-        """The costs of steps, read from the cost file or measured now, in a few seconds."""
+        """The costs of steps, read from the cost file, or begun with a few plain steps now."""
         with self._measuring:  # threads must not disturb each other's measurements
             if "costs" not in vars(self):
-                self.costs = costs_for(self.model, on_progress=self._on_measuring)
+                _ = self.chain_capability  # the measurement's steps need it
+                self.costs = costs_for(self.model)
             return self.costs
+
+    def next_costs(self) -> KeptCosts:
+        """The costs for a new generation.
+
+        It begins with the latest one's context length and time of the last save. If that one had a
+        long context, and steps after one have never been measured, they are measured first.
+        """
+        if getattr(self.costs, "wants_long_context", False):
+            with self._measuring:
+                self.costs = with_long_context(self.model, self.costs)
+        self.costs = self.costs.for_generation()
+        return self.costs
 
     @cached_property
     def experience(self) -> Experience:

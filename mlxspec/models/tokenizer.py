@@ -36,7 +36,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ..drafting.acceptance import token_classes
+from ..drafting.acceptance import SPECIAL, class_of
 from ..errors import LoadError
 from ..terminal import one_line
 from .model_files import find_directory, local_path, read_json_object
@@ -170,10 +170,26 @@ def write_tokenizer(source: Path, target: Path) -> None:
         shutil.copyfile(template, target / template.name)
 
 
-def vocabulary_classes(tokenizer: Any) -> bytes:
-    """The class of each token, for :class:`mlxspec.drafting.acceptance.AcceptanceModel`."""
-    pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    return token_classes([piece or "" for piece in pieces], set(tokenizer.all_special_ids))
+class VocabularyClasses(dict[int, int]):
+    """The class of each token of a tokenizer, for :class:`.acceptance.AcceptanceModel`.
+
+    A class is found on its first use, since large vocabularies take half a second.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self._tokenizer, self._size = tokenizer, len(tokenizer)
+        self._special = {*tokenizer.all_special_ids}
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __missing__(self, token: int) -> int:
+        found = SPECIAL
+        if token not in self._special:
+            found = class_of(self._tokenizer.convert_ids_to_tokens(token) or "")
+        self[token] = found
+        return found
 
 
 # --- detokenizers ---

@@ -7,18 +7,12 @@ import pytest
 from tests.support.demo import FLAT, given_costs
 from tests.support.head_files import write_scripted_head
 from tests.support.scripted_model import write_scripted_model
-from tests.support.trials import try_equal_models_once
 
 ROUND = ("one", " two", " three", " four", "\n")
 HOSTILE = (
     *("safe", "\x1b", "[2J", "\x1b]0;", "owned\x07", "\r"),
     *("\x9b", "31m", "\u202e", "\x7f", "end"),
 )
-
-
-@pytest.fixture(autouse=True)
-def _equal_models_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    try_equal_models_once(monkeypatch)
 
 
 @pytest.fixture

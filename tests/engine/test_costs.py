@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from mlxspec.engine.costs import (
     machine_identity,
     measured_contexts,
     model_identity,
+    with_long_context,
 )
 from mlxspec.engine.patches import split_attention, split_from
 from mlxspec.engine.target import Capability
@@ -51,9 +51,8 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that are measured from now on, each with the result TIMES."""
     measured: list[nn.Module] = []
 
-    def calibrate(model, plan, *, context, on_progress):
+    def calibrate(model, plan, *, context):
         measured.append(model)
-        on_progress(1.0)
         return KnownTimes(TIMES, plan.source)
 
     monkeypatch.setattr(measured_costs, "calibrate", calibrate)
@@ -66,59 +65,42 @@ def no_note_of_a_busy_machine() -> None:
     """Here it is seen whether the machine was busy."""
 
 
-@pytest.mark.parametrize(
-    ("times", "reason"), [(BUSY, "scatter too much"), (TIMES[:2], "no time for steps of 2")]
-)
-def test_a_busy_measurement_is_told_not_kept_and_made_again(
-    llama: nn.Module,
-    cache: CostCache,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    times: list[KnownTime],
-    reason: str,
-):
-    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: KnownTimes(times, "quick"))
-    costs = costs_for(llama, cache=cache)
-    assert costs.curve(2) == pytest.approx(2**0.5)  # what rows usually cost
-    (line,) = caplog.messages
-    assert re.match(f"step times could not be measured well.*{reason}", line)
-    assert cache.read(cost_key(llama)) == {}
-    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: KnownTimes(TIMES, "quick"))
-    assert costs_for(llama, cache=cache).curve(8) == pytest.approx(2.0)
-    assert len(caplog.messages) == 1
-    assert list(cache.read(cost_key(llama))) == [64, 8000]
+@pytest.mark.parametrize("drafts", [Capability.CHAIN, Capability.PLAIN])
+def test_a_first_start_measures_a_few_plain_steps_and_warns_of_nothing(
+    cache: CostCache, caplog: pytest.LogCaptureFixture, drafts: Capability
+) -> None:
+    model, rows = random_model("llama"), []
+    model.chain_capability = drafts
+    call = type(model).__call__
+
+    def counted(self: nn.Module, inputs: mx.array, *args: object, **named: object) -> mx.array:
+        rows.append(inputs.size)
+        return call(self, inputs, *args, **named)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(model), "__call__", counted)
+        costs = costs_for(model, cache=cache)
+    assert sum(rows) < 32  # a prompt of 16 tokens and some single steps
+    assert max(rows[1:]) <= 16
+    assert costs.curve(4) == pytest.approx(2.0)  # what rows usually cost
+    assert not caplog.messages
+    (known,) = cache.read(cost_key(model)).values()
+    assert (known.source, [time.rows for time in known.times]) == ("steps", [1])
 
 
-def test_after_a_busy_measurement_real_steps_tell(
+def test_what_a_first_short_answer_has_shown_is_kept(
     llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(measured_costs, "measured_contexts", lambda model: [64])
-    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: KnownTimes(BUSY, "quick"))
     costs = costs_for(llama, cache=cache)
-    for _ in range(20):
-        for rows in (1, 1, 2, 5, 9):
-            costs.record(rows, 0.03, rows == 1)
+    plain = costs.seconds(1)
+    for rows in (1, 1, 2, 5):
+        costs.record(rows, plain, rows == 1)
     costs.end()
     monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: pytest.fail("measured"))
     again = costs_for(llama, cache=cache)
-    assert again.curve(9) == pytest.approx(1, rel=0.05)
+    assert again.curve(5) < 1.5
     (known,) = cache.read(cost_key(llama)).values()
-    assert (known.source, [time.rows for time in known.times]) == ("steps", [1, 2, 5, 9])
-
-
-def test_kept_times_of_plain_steps_alone_count_where_the_model_verifies_no_drafts(
-    llama: nn.Module,
-    cache: CostCache,
-    measurements: list[nn.Module],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    cache.update(cost_key(llama), {1024: KnownTimes([KnownTime(1, 0.02, 0.1)], "quick")})
-    monkeypatch.setattr(measured_costs, "chain_capability", lambda model: Capability.PLAIN)
-    costs_for(llama, cache=cache)
-    assert measurements == []
-    monkeypatch.setattr(measured_costs, "chain_capability", lambda model: Capability.CHAIN)
-    assert costs_for(llama, cache=cache).curve(8) == pytest.approx(2.0)
-    assert measurements == [llama]
+    assert (known.source, [time.rows for time in known.times]) == ("steps", [1, 2, 5])
 
 
 class Clock:
@@ -138,10 +120,8 @@ def learn(costs: KeptCosts, steps: int = 100, wide: float = 0.06) -> None:
 def test_the_first_use_measures_and_the_next_one_knows(
     llama: nn.Module, cache: CostCache, measurements: list[nn.Module]
 ):
-    shares: list[float] = []
-    first = costs_for(llama, cache=cache, on_progress=shares.append)
+    first = costs_for(llama, cache=cache)
     assert measurements == [llama]
-    assert shares == [1.0]
     again = costs_for(llama, cache=cache)
     assert measurements == [llama]
     assert first.curve(8) == again.curve(8) == pytest.approx(2.0)
@@ -183,7 +163,7 @@ def test_what_steps_have_taught_is_kept(
     costs.end()
     assert costs_for(llama, cache=cache).curve(8) == pytest.approx(3.0, rel=0.05)
     (known,) = cache.read(cost_key(llama)).values()
-    assert known.source == "quick"
+    assert known.source == "steps"
 
 
 def test_what_shared_steps_have_taught_is_kept_for_each_number_of_sequences(
@@ -222,53 +202,52 @@ def test_saving_waits_if_the_last_one_is_recent(llama: nn.Module, cache: CostCac
     assert kept_cost() == pytest.approx(4.0, rel=0.05)
 
 
-def test_a_short_and_a_long_context_are_measured_and_kept(
+def test_steps_after_a_long_context_are_measured_once_a_generation_has_had_one(
     llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ):
     contexts: list[int] = []
-    shares: list[float] = []
 
-    def calibrate(model, plan, *, context, on_progress):
+    def calibrate(model, plan, *, context):
         contexts.append(context)
-        on_progress(1.0)
-        long = context == 8000
-        times = [TIMES[0], TIMES[-1]] if long else TIMES
-        return KnownTimes(times, "quick", split=long)
+        return KnownTimes(TIMES, "quick", split=context == 8000)
 
     monkeypatch.setattr(measured_costs, "calibrate", calibrate)
-    costs_for(llama, cache=cache, on_progress=shares.append)
+    costs = costs_for(llama, cache=cache)
+    costs.move_to(400)
+    costs.end()
+    assert not costs.wants_long_context
+    costs.move_to(600)
+    costs.end()
+    assert costs.wants_long_context
+    learn(costs)
+    long = with_long_context(llama, costs)
     assert contexts == [64, 8000]
-    assert shares == [0.5, 1.0]
     kept = cache.read(cost_key(llama))
     assert {context: known.split for context, known in kept.items()} == {64: False, 8000: True}
     assert split_from(llama) == 715  # √(64 · 8000)
+    long.move_to(600)
+    long.end()
+    assert not long.wants_long_context
+    long.move_to(0)
+    assert long.curve(8) == pytest.approx(costs.curve(8), rel=0.3)
     split_attention(llama, None)
-    costs = costs_for(llama, cache=cache)
+    assert not costs_for(llama, cache=cache).wants_long_context
     assert split_from(llama) == 715
-    learn(costs)
-    costs.end()
-    assert cache.read(cost_key(llama))[8000].split is True
     split_attention(llama, None)
+    assert contexts == [64, 8000]
 
 
-def test_a_long_context_that_could_not_be_measured_is_measured_at_the_next_start(
+def test_a_busy_measurement_after_a_long_context_is_not_kept_and_not_tried_again(
     llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ):
-    contexts: list[int] = []
-    found = {64: TIMES, 8000: TIMES[:1]}
-
-    def calibrate(model, plan, *, context, on_progress):
-        contexts.append(context)
-        return KnownTimes(found[context], "quick")
-
-    monkeypatch.setattr(measured_costs, "calibrate", calibrate)
-    costs_for(llama, cache=cache)
+    costs = KeptCosts(cache, cost_key(llama), {64: KnownTimes(TIMES, "quick")})
+    costs.move_to(600)
+    costs.end()
+    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: KnownTimes(BUSY, "quick"))
+    assert with_long_context(llama, costs) is costs
     assert list(cache.read(cost_key(llama))) == [64]
-    found[8000] = TIMES
-    for _ in range(2):
-        costs_for(llama, cache=cache)
-    assert list(cache.read(cost_key(llama))) == [64, 8000]
-    assert contexts == [64, 8000, 8000]
+    costs.end()
+    assert not costs.wants_long_context
 
 
 @pytest.mark.parametrize(

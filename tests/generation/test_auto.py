@@ -188,7 +188,7 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
     model.set_dtype(mx.float32)
     measured: list[nn.Module] = []
 
-    def costs_for(model: nn.Module, on_progress: object) -> KeptCosts:
+    def costs_for(model: nn.Module) -> KeptCosts:
         measured.append(model)
         return given_costs(FLAT)
 

@@ -34,7 +34,7 @@ from .options import (
     option_field,
     options_of,
 )
-from .output import ProgressBar, waiting_bar
+from .output import waiting_bar
 from .prompt import read_text
 
 if TYPE_CHECKING:
@@ -253,10 +253,10 @@ class Generation:
         leader: Leader | None = None,
         on_read: OnRead = lambda nbytes: None,
     ) -> Decoder:
-        """Load the model, and measure the cost of its steps if that is needed and unknown.
+        """Load the model.
 
         Args:
-            console: shows the progress of the measurement; None leaves it to the caller.
+            console: shows that the model is being loaded; None shows nothing.
             memories: hold the earlier answers to draft from.
             leader: splits the model over its ranks; None for one process.
             on_read: as for :func:`.models.model.evaluate`.
@@ -298,14 +298,10 @@ class Generation:
             store = None if drafting.store is None else Store(drafting.store, tokenizer)
             memory = memories.of(tokenizer, name) or Memory()
             drafts_from = Auto(memory, store, extra, head=head)
-        bar = ProgressBar("Measuring step times", console=console) if console else None
-        decoder = mlxspec.Decoder(model, tokenizer, drafts_from, on_measuring=bar)
+        decoder = mlxspec.Decoder(model, tokenizer, drafts_from)
         decoder.keeps_experience = memories.keeps
         if draft_model is not None:
             check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
-        if bar and drafts_from.plans:
-            with bar:
-                _ = decoder.costs  # measures them; a trained head is attached by now
         return decoder
 
     def request(
