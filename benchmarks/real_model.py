@@ -6,11 +6,12 @@ MODEL is a directory or a Hub repository; by default the environment variable ML
 names it. The chats are in ``chats.jsonl``. A model without a chat template continues those of the
 kind "base" instead.
 
-"auto, cold" knows the costs of steps, but has no memory and learns nothing from one answer to the
-next. "auto, after others" is one decoder for all chats, with its memory in the process. Prefill
-does not count. Each answer is measured once, and the order of the methods changes from answer to
-answer. Outputs are compared with plain decoding's. Above a temperature of 0, mlx-lm's outputs are
-others, since its random numbers are; then only its speed is compared.
+"auto, cold" has no memory and learns nothing from one answer to the next: it begins each with the
+costs in the cost file, as a new process does. "auto, after others" is one decoder for all chats,
+with its memory in the process. Prefill does not count. Each answer is measured once, and the order
+of the methods changes from answer to answer. Outputs are compared with plain decoding's. Above a
+temperature of 0, mlx-lm's outputs are others, since its random numbers are; then only its speed is
+compared.
 
 Each answer is added to a file of results as soon as it has been measured. So a run that was
 interrupted continues where it stopped, and a finished one shows its tables again. ``--record``
@@ -38,7 +39,6 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.bench.measure import (
-    AUTO,
     BACKENDS,
     MLX_LM,
     PLAIN,
@@ -81,11 +81,12 @@ class Methods:
         self, model: nn.Module, tokenizer: TokenizerWrapper, sampling: SamplingParams
     ) -> None:
         self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
+        self.cold = Decoder(model, tokenizer, Auto())
         decoder = Decoder(model, tokenizer, Auto(Memory()))
         self.after = decoder.apart(MAX_TOKENS)  # without the experience that is kept on disk
         self.streams: dict[str, Stream] = {
             MLX_LM: self._mlx_lm,
-            COLD: BACKENDS[AUTO](model, tokenizer),
+            COLD: self._cold,
             AFTER: self.after.stream,
         }
         for name in (PLAIN, LOOKUP, LOOKAHEAD):
@@ -106,6 +107,13 @@ class Methods:
             prompt_progress_callback=before_first_token,
             **options,
         )
+
+    def _cold(self, prompt: list[int], **options: Any) -> Any:
+        """Answer as the first generation of a process, but with the model loaded and probed."""
+        _ = self.cold.capability, self.cold.costs, self.cold.token_classes
+        fresh = self.cold.apart(0)
+        del fresh.costs  # so that they are read from their file, without what steps have shown
+        return fresh.stream(prompt, **options)
 
     def answers(self, prompt: list[int], tokens: int, turn: int) -> dict[str, TimedRun]:
         """Let all methods answer, in an order that depends on ``turn``."""
