@@ -364,7 +364,35 @@ def record(
     model: nn.Module,
     tokenizer: TokenizerWrapper,
 ) -> None:
-    """Write the model's greedy answers as traces, for :mod:`mlxspec.bench.replay`."""
+    """Write the model's greedy answers as traces, for :mod:`mlxspec.bench.replay`.
+
+    Chats of a kind are answered together, since that takes less time. Those that the file has
+    already are left out.
+    """
+    path: Path = asked.record
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    known = {json.loads(line)["id"] for line in lines}
+    by_kind: dict[str, dict[int, BenchPrompt]] = {}
+    for number, chat in chats.items():
+        if _trace_id(number) not in known:
+            by_kind.setdefault(chat.category, {})[number] = chat
+    with path.open("a", encoding="utf-8") as file:
+        for kind, members in by_kind.items():
+            for trace in _answered(members, model, tokenizer, asked.tokens):
+                line = {"category": kind, "model": given_name(asked.model), **trace}
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            file.flush()
+            say(f"{kind}: {len(members)} chats")
+
+
+def _trace_id(number: int) -> str:
+    return f"chat-{number}"
+
+
+def _answered(
+    chats: Mapping[int, BenchPrompt], model: nn.Module, tokenizer: TokenizerWrapper, tokens: int
+) -> Iterator[dict[str, Any]]:
+    """Answer several chats in shared forwards; the messages and which of them the model wrote."""
     talks = {number: list(chat.messages) for number, chat in chats.items()}
     completions: dict[int, list[int]] = {number: [] for number in chats}
     for turn in range(1 + max(len(chat.follow_ups) for chat in chats.values())):
@@ -372,25 +400,16 @@ def record(
         for number in members if turn else ():
             talks[number].append(message("user", chats[number].follow_ups[turn - 1]))
         prompts = [encoded(tokenizer, talks[number], chats[number].raw) for number in members]
-        answers = mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=asked.tokens)
+        answers = mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=tokens)
         for number, text in zip(members, answers.texts, strict=True):
             completions[number].append(len(talks[number]))
             talks[number].append(message("assistant", text.strip()))
-        say(f"turn {turn + 1}: {len(members)} answers")
-    lines = [
-        json.dumps(
-            {
-                "id": f"chat-{number}",
-                "category": chat.category,
-                "model": given_name(asked.model),
-                "messages": talks[number],
-                "completions": completions[number],
-            },
-            ensure_ascii=False,
-        )
-        for number, chat in chats.items()
-    ]
-    asked.record.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for number in chats:
+        yield {
+            "id": _trace_id(number),
+            "messages": talks[number],
+            "completions": completions[number],
+        }
 
 
 def say(line: str) -> None:
