@@ -34,9 +34,7 @@ OTHERS = "other"
 """The origin under which drafts of other drafters are counted."""
 
 # Where these come from: notes/planner.md, "Constants".
-# A step teaches from so many tokens, and from where a draft's best path was wrong after them. In a
-# copy more tokens teach nothing new, but without its end, all copies would seem endless.
-_LESSONS = 8
+_LESSONS = 8  # tokens of a step to learn from; in a copy, more tokens teach nothing new
 _CHILDREN = 6  # the most children of a node; further ones are never likely enough
 _EARLIER_OCCURRENCES = 8  # the most occurrences to request from each earlier text
 _LEAST_P_REACHED = 0.01  # less likely nodes do not pay on any machine
@@ -173,12 +171,12 @@ class SuffixTree(TreeBuilder):
     def learn(self, emitted: Sequence[int]) -> None:
         """Learn from the tokens that followed, whether or not they were drafted."""
         node: int | None = 0
-        for depth, token in enumerate(emitted):
+        for token in emitted[:_LESSONS]:
             if node is None:
                 return
             tokens, estimates = self._proposals[node]
-            right = tokens.index(token) if token in tokens else None
-            if tokens and (depth < _LESSONS or right != 0):
+            if tokens:
+                right = tokens.index(token) if token in tokens else None
                 self._acceptance.learn(estimates, right)
             node = self.find(node, token)
 

@@ -95,18 +95,3 @@ def test_the_nodes_that_are_left_out_are_in_no_best_draft(
         return best_draft(expected_tokens(tree.p_reached), curve.table, rate)
 
     assert best(curve.cheapest_rows) == best([0.0] * curve.widest)
-
-
-def test_a_long_copy_teaches_where_it_ends() -> None:
-    text = [*range(60), *range(20)]  # the text's end occurs before, and 40 tokens follow there
-    index = SuffixIndex(text)
-
-    def p_of_ten(emitted: list[int]) -> float:
-        """The probability of the next ten tokens, once the model has seen the emitted ones."""
-        evidence = "context", index.tokens, index.occurrences(), AcceptanceModel()
-        limits = Limits(50, 50, False, [0.0] * 51)
-        SuffixTree(text[-1], *evidence, limits).learn(emitted)
-        return SuffixTree(text[-1], *evidence, limits).p_reached[9]
-
-    copied = [*range(20, 35)]
-    assert p_of_ten([*copied, 99]) < p_of_ten(copied) == p_of_ten([*copied, 35, 36])
