@@ -319,7 +319,7 @@ def measure(
     for prompt in prompts:
         messages = list(prompt.messages)
         for question in (*prompt.follow_ups, None):
-            tokens = _encoded(tokenizer, messages, prompt.raw)
+            tokens = encoded(tokenizer, messages, prompt.raw)
             if longest is not None and len(tokens) > longest:
                 break
             turns: list[dict[str, TimedRun]] = []
@@ -338,7 +338,7 @@ def measure(
                 messages = [*messages, message("assistant", answer), message("user", question)]
 
 
-def _encoded(tokenizer: TokenizerWrapper, messages: Messages, raw: bool) -> list[int]:
+def encoded(tokenizer: TokenizerWrapper, messages: Messages, raw: bool) -> list[int]:
     """The token ids of a conversation, with the chat template.
 
     If there is no template, or if ``raw``, the messages' texts are joined by blank lines.

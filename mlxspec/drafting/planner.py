@@ -40,9 +40,9 @@ _STAKE = 0.04  # the square of the allowed shortfall, divided by the product of 
 _FIRST_PATIENCE, _MOST_PATIENCE = 4.0, 64.0
 _PATIENCE_PER_STEP = 0.1
 
-_MUCH_GAIN = 1.0
-_PROBE_ROUND = 30  # steps
-_PROBE = range(12, 18)  # consecutive steps, since the first and the last do not show T(1)
+_MUCH_GAIN = 0.3
+_PROBE_ROUND = 60  # steps
+_PROBE = range(42, 48)  # consecutive steps, since the first and the last do not show T(1)
 
 _ROWS_OF_A_TREE = 16
 _FLAT = 2.0  # the most that these rows may cost, in plain steps
@@ -62,9 +62,9 @@ class Policy:
       draft interrupts the pipeline.
     - The *probe* measures plain steps, since all costs are relative to their time. If every step
       had a draft, a change of costs would look like a change of the machine's speed. So while
-      plain steps are wanted, six consecutive steps out of every 30 have no draft, unless drafts
+      plain steps are wanted, six consecutive steps out of every 60 have no draft, unless drafts
       gain much. The count of steps continues in the next generation, since short generations
-      never reach 30 steps.
+      never reach 60 steps.
 
     Args:
         probe_step: the number of steps already counted towards the next probe.

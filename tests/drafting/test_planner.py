@@ -362,7 +362,7 @@ def test_while_plain_steps_are_wanted_some_in_a_row_go_without_a_draft() -> None
     drafter.begin([5, 6, 7, 8] * 20)
     drafted = []
     for token in [5, 6, 7, 8] * 30:
-        drafter.policy.gain = 0.9  # where drafts gain more, none is given up for a measurement
+        drafter.policy.gain = 0.2  # where drafts gain more, none is given up for a measurement
         drafted.append(len(drafter.propose(100)) > 1)
         assert drafted[-1] or drafter.pipelined
         drafter.observe(VerifiedStep(DraftTree.chain(8), (), (), (), (token,)))

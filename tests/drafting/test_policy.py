@@ -136,7 +136,7 @@ def test_drafts_that_gain_much_are_not_interrupted_for_a_measurement() -> None:
     policy = Policy()
     for _ in range(120):
         assert not policy.probes
-        policy.settle(DRAFTED, 1.5, gain=2.0, probing=True)
+        policy.settle(DRAFTED, 1.5, gain=0.8, probing=True)
 
 
 def test_while_plain_steps_are_wanted_some_in_a_row_go_without_a_draft() -> None:
@@ -144,12 +144,12 @@ def test_while_plain_steps_are_wanted_some_in_a_row_go_without_a_draft() -> None
     probes = []
     for _ in range(120):
         probes.append(policy.probes)
-        policy.settle(DRAFTED, 1.5, gain=0.8, probing=True)
+        policy.settle(DRAFTED, 1.5, gain=0.2, probing=True)
     runs = [len(list(run)) for probing, run in itertools.groupby(probes) if probing]
     assert len(runs) > 1
     assert all(length > 3 for length in runs)  # the first and the last tell nothing
     assert sum(runs) < 40
-    policy.settle(DRAFTED, 1.5, gain=0.8, probing=False)
+    policy.settle(DRAFTED, 1.5, gain=0.2, probing=False)
     assert not policy.probes
 
 
