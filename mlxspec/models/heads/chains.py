@@ -303,7 +303,7 @@ class Gemma4Assistant(Head):
         *("backbone_hidden_size", "use_ordered_embeddings", "num_centroids", "block_size"),
         *("centroid_intermediate_top_k", "attention_bias", "per_layer_config"),
     }
-    only: ClassVar = {"tie_word_embeddings": True, "attention_bias": False, "per_layer_config": {}}
+    only: ClassVar = {"tie_word_embeddings": True, "attention_bias": False}
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)

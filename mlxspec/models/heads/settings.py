@@ -65,7 +65,8 @@ _WITHOUT_EFFECT = frozenset(
         *("num_beam_groups", "num_beams", "num_return_sequences", "output_scores"),
         *("remove_invalid_values", "repetition_penalty", "return_dict_in_generate"),
         *("suppress_tokens", "temperature", "top_k", "top_p", "typical_p"),
-        # special tokens
+        # special tokens, and other parts of the target
+        *("vision_config", "audio_config"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
         *("image_token_id", "video_token_id", "audio_token_id", "vision_start_token_id"),
         *("vision_end_token_id", "boi_token_id", "eoi_token_id", "boa_token_id"),
