@@ -809,6 +809,8 @@ def test_other_parts_are_named(tmp_path: Path) -> None:
     made = {name: mx.array(each) for name, each in EAGLE_3["EAGLE-3.1"].weights.items()}
     write(tmp_path, SPECULATORS, {**made, "hot_token_id": mx.zeros(1)})
     assert "hot_token_id" in refused(tmp_path)
+    write(tmp_path, SPECULATORS, {**made, "fc.weight": mx.zeros((WIDTH, 3 * WIDTH), mx.uint8)})
+    assert "the weights fc.weight have 8 bits, but no scales" in refused(tmp_path)
     write(tmp_path, DEEP_SPEC | {"markov_head_type": "gated"}, made)
     assert "markov_head_type: gated" in refused(tmp_path)
     weights = random_weights("Gemma 4 assistant")

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import LoadError, printable
-from ..model import OnRead, evaluate, find_adapters, load, reason, widen
+from ..model import OnRead, check_scales, evaluate, find_adapters, load, reason, widen
 from ..model_files import (
     BESIDE,
     WEIGHTS,
@@ -300,6 +300,7 @@ def load_lazily(found: HeadFiles, target_config: Config | None = None) -> Head:
         nn.quantize(head, class_predicate=quantised)
         head.eval()
         head.load_weights(list(weights.items()))
+        check_scales(head)
     except LoadError as error:
         raise LoadError(f"{found.directory}: {error}") from error
     except Exception as error:  # a wrong configuration or file makes MLX raise anything
