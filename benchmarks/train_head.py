@@ -182,7 +182,7 @@ def chain(head: Eagle3, embedded: mx.array, read: mx.array, depths: int) -> list
         read: the model's states at p, side by side.
         depths: how many.
     """
-    layer, x = head.midlayer, head.fc(read)
+    layer, x = head.layers[0], head.fc(read)
     embedded = layer.input_layernorm(embedded)
     earlier: list[tuple[mx.array, mx.array]] = []
     outputs = []
@@ -295,7 +295,7 @@ def begin(head: Eagle3, embedding: np.ndarray, tokens: np.ndarray, read: np.ndar
     attend to their own position: a direction in which all inputs are nearly equal gives their
     queries and keys, whose fastest pairs under RoPE agree at distance 0 alone.
     """
-    attend, layer, width = head.midlayer.self_attn, head.midlayer, head.width
+    attend, layer, width = head.layers[0].self_attn, head.layers[0], head.width
     rows = attend.q_proj.weight.shape[0] // attend.n_heads
     embedded = np.array(normed(mx.array(embedding)))[tokens[:, 2:]].reshape(-1, width)
     following = np.array(normed(mx.array(read[:, 2:, -width:]))).reshape(-1, width)

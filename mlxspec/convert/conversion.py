@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,8 +16,9 @@ from rich.filesize import decimal
 from ..errors import FileError, LoadError, OptionError
 from ..files import new_directory
 from ..models.heads.loading import head_directory
+from ..models.heads.settings import text_of
 from ..models.model import load_lazily
-from ..models.model_files import find_directory, local_path, no_such_model, read_config
+from ..models.model_files import WEIGHTS, find_directory, local_path, no_such_model, read_config
 from ..terminal import one_line
 from .hugging_face import copy_tokenizer, load_head_alone
 from .original import load_original
@@ -26,6 +27,7 @@ Quantization = dict[str, Any]
 """``mode``, ``bits`` and ``group_size``, as in MLX's arguments and in ``config.json``."""
 
 _HALVES = ("float16", "bfloat16")
+_DTYPE_NAMES = ("dtype", "torch_dtype")  # transformers renamed it in version 4.56
 
 
 def convert(
@@ -65,7 +67,8 @@ def convert(
 
     Raises:
         OptionError: the options contradict each other, or MLX does not support them.
-        LoadError: the checkpoint cannot be found, read or converted.
+        LoadError: the checkpoint cannot be found, read or converted, or some of its weights are not
+            finite in the type to write.
         FileError: ``mlx_path`` is in use or cannot be written.
     """
     from mlx_lm.utils import get_total_parameters, save_config, save_model
@@ -109,8 +112,34 @@ def convert(
         except RuntimeError as error:  # MLX's
             reason = one_line(error)
             raise FileError(f"{target}: cannot be written ({reason}); it needs {needed}") from error
+        _check_finite(directory)
         save_config(config, directory / "config.json", keep_vision_config=has_vision)
     return nbytes, parameters, about
+
+
+def _check_finite(directory: Path) -> None:
+    """Check that all written weights are finite.
+
+    Raises:
+        LoadError: some are not, in the checkpoint or since they exceed the type they were cast to.
+    """
+    for path in sorted(directory.glob(WEIGHTS)):
+        tensors = cast("dict[str, mx.array]", mx.load(str(path)))
+        names = set(tensors)
+        while tensors:  # so that each is freed after its turn
+            name, array = tensors.popitem()
+            if not mx.issubdtype(array.dtype, mx.floating):
+                continue
+            bad = cast(int, mx.sum(~mx.isfinite(array)).item())
+            if not bad:
+                continue
+            layer, _, part = name.rpartition(".")
+            quantised = part in ("scales", "biases") and f"{layer}.scales" in names
+            told = f"{bad:,} numbers of {layer if quantised else name} are not finite"
+            damaged = not quantised and bool(mx.any(mx.isnan(array)).item())
+            if array.dtype == mx.float16 and not damaged:
+                raise LoadError(f"{told} in float16, whose largest is 65,504; use --dtype bfloat16")
+            raise LoadError(f"{told}, so the checkpoint is damaged; download it again")
 
 
 def _quantization(
@@ -169,7 +198,8 @@ def _prepare(
 
     if dtype := dtype or _half_type(config, model):
         _cast(model, getattr(mx, dtype))
-        config.update(dict.fromkeys({"torch_dtype", "dtype"} & config.keys(), dtype))
+        for part in (config, text_of(config)):
+            part.update(dict.fromkeys(part.keys() & _DTYPE_NAMES, dtype))
     config.pop("auto_map", None)  # names Python files, which are not copied
     if not quantization:
         return model, config
@@ -187,9 +217,10 @@ def _half_type(config: dict[str, Any], model: nn.Module) -> str | None:
 
     If it names none: float16 if no tensor has 16 bits, otherwise None.
     """
-    named = config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
-    if named in _HALVES:
-        return str(named)
+    stated = [part.get(name) for part in (config, text_of(config)) for name in _DTYPE_NAMES]
+    for named in stated:
+        if named in _HALVES:
+            return str(named)
     types = {array.dtype for _, array in tree_flatten(model.parameters())}
     return "float16" if types.isdisjoint({mx.float16, mx.bfloat16}) else None
 
@@ -198,9 +229,9 @@ def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     """Cast a model's arrays as mlx-lm's ``convert`` does."""
     wanted = getattr(model, "cast_predicate", lambda _: True)
 
-    def cast(name: str, array: mx.array) -> mx.array:
+    def converted(name: str, array: mx.array) -> mx.array:
         if mx.issubdtype(array.dtype, mx.floating) and wanted(name):
             return array.astype(dtype)
         return array
 
-    model.update(tree_map_with_path(cast, model.parameters()))
+    model.update(tree_map_with_path(converted, model.parameters()))

@@ -54,6 +54,6 @@ def load_head_alone(directory: Path) -> tuple[Head, dict[str, Any], str]:
     if found.kind is QwenMTP and not config.get(heads.CONVERTED):
         tensors = found.tensors()
         norms = sum("norm" in name and array.ndim == 1 for name, array in tensors.items())
-        centred = len(norms_centred_at_zero(tensors))
+        centred = len(norms_centred_at_zero(tensors, found.raw))
         about += f" ({centred} of its {norms} norms were centred at zero, so 1.0 was added to them)"
     return head, {**config, heads.CONVERTED: True}, about

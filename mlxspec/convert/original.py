@@ -12,7 +12,7 @@ import mlx.nn as nn
 from ..errors import LoadError, printable
 from ..models.model import load_lazily
 from ..models.model_files import check_weights_file, read_json_object
-from .torch_file import read_torch_file
+from ..models.torch_file import read_torch_file
 
 # Checkpoints for model parallelism have shards. These split the first matrices of attention and
 # MLP, and the output layer, by rows (outputs), and the last matrices by columns (inputs). Every

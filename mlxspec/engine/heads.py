@@ -24,6 +24,7 @@ from ..errors import LoadError
 from ..models.heads import Head
 from ..models.heads.blocks import DFlash
 from ..models.heads.loading import LEFT_OUT
+from ..models.heads.settings import text_of
 from ..terminal import one_line
 from .caches import SlotKVCache, TreeKVCache, WindowKVCache
 from .head_cache import HeadCache
@@ -36,6 +37,8 @@ from .target import Capability, Target, evaluate_constants
 _log = logging.getLogger(__name__)
 
 _TIMED_DRAFTS = 3
+_COMPARED_ROWS = 8192
+_ROUNDED = 0.01  # the most that copies of quantised weights differ on average, relative to them
 _FEW_ROWS = 8  # about as many as after one step
 
 
@@ -59,6 +62,7 @@ class TrainedHead:
         self._hidden = HiddenStates(model, head.reads)
         self.model = self._hidden.model
         self.model.trained_head = self
+        _share(head, model)
         head.bind(_embedding(model), self._hidden.logits)
         install(head)
         mx.eval(head.parameters())
@@ -215,11 +219,67 @@ def attach_head(head: Head, model: nn.Module) -> TrainedHead | None:
 
 def _embedding(model: nn.Module) -> Callable[[mx.array], mx.array]:
     """A function from token ids to the input of a model's first layer."""
+    embedding, scale = _embedding_module(model)
+    return lambda tokens: embedding(tokens) * scale
+
+
+def _embedding_module(model: nn.Module) -> tuple[nn.Module, float]:
+    """A model's embedding, and the factor by which its output is multiplied."""
     for _, module in model.named_modules():
         if "embed_tokens" in module:
-            scale = getattr(module, "embed_scale", 1.0)
-            return lambda tokens: module.embed_tokens(tokens) * scale
+            return module.embed_tokens, getattr(module, "embed_scale", 1.0)
     raise LoadError("the model's embedding cannot be found")
+
+
+def _share(head: Head, model: nn.Module) -> None:
+    """Free a head's embedding and output layer where they are copies of the target's.
+
+    Many checkpoints carry such copies, of hundreds of megabytes. Without them, the head uses those
+    of its target.
+    """
+    embedding, scale = _embedding_module(model)
+    outputs = [module.lm_head for _, module in model.named_modules() if "lm_head" in module]
+    if not outputs and text_of(vars(model.args)).get("tie_word_embeddings"):
+        outputs = [embedding]
+    if "lm_head" in head and outputs and _is_copy(head.lm_head, outputs[0]):
+        del head["lm_head"]
+    if "embed_tokens" in head and scale == 1.0 and _is_copy(head.embed_tokens, embedding):
+        del head["embed_tokens"]
+
+
+def _is_copy(own: nn.Module, theirs: nn.Module) -> bool:
+    """Whether a head's layer has the weights of its target's.
+
+    If one of them is quantised, the other one is quantised in the same way first. Then a few
+    weights may be rounded otherwise, since the originals had different 16-bit types.
+    """
+    quantised = next((layer for layer in (own, theirs) if "scales" in layer), None)
+    if len(own.weight) != len(theirs.weight):
+        return False
+    for start in range(0, len(own.weight), _COMPARED_ROWS):
+        first, second = (_rows(layer, start, quantised) for layer in (own, theirs))
+        if first.shape != second.shape:
+            return False
+        difference, size = mx.abs(first - second).sum(), mx.abs(second).sum()
+        if (difference > (_ROUNDED * size if quantised else 0)).item():
+            return False
+    return True
+
+
+def _rows(layer: nn.Module, start: int, quantised: nn.Module | None) -> mx.array:
+    """Some rows of a layer's weights, quantised and dequantised like another layer if given."""
+    rows = slice(start, start + _COMPARED_ROWS)
+    packed = [
+        layer[name][rows] for name in ("weight", "scales", "biases") if layer.get(name) is not None
+    ]
+    if quantised is None:
+        return packed[0].astype(mx.float32)
+    how = {"group_size": quantised.group_size, "bits": quantised.bits, "mode": quantised.mode}
+    if "scales" not in layer:
+        packed = list(mx.quantize(packed[0], **how))
+    else:
+        how = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+    return mx.dequantize(*packed, **how).astype(mx.float32)
 
 
 def _choose(

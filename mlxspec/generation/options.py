@@ -87,6 +87,11 @@ def prompt_ids(
     if not tokens:
         raise PromptError("the prompt has no tokens: pass at least the BOS id, or a message")
     if unknown := [token for token in tokens if not 0 <= token < vocab_size]:
+        from ..models.tokenizer import token_name
+
+        named = token_name(tokenizer, unknown[0])
+        if named and (conversation or isinstance(prompt, str)):
+            raise PromptError(f"the prompt holds {named}, which the model lacks: leave it out")
         raise PromptError(
             f"the prompt holds the id {unknown[0]}: pass ids from 0 to {vocab_size - 1}"
         )

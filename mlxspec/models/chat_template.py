@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import OptionError, PromptError
 
@@ -38,19 +38,97 @@ def reserved_arguments() -> set[str]:
 def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) -> Any:
     """Call ``tokenizer.apply_chat_template`` and return its result.
 
+    Contents are texts or lists of parts, as the template takes them. Given the other one, many
+    templates leave the content out without an error.
+
     Args:
         tokenizer: the model's tokenizer.
         messages: the conversation.
         how: further arguments of ``apply_chat_template``.
 
     Raises:
-        PromptError: the template fails.
+        PromptError: the template fails, or leaves out the content of a message.
     """
+    fitted = [_fitted(tokenizer, message) for message in messages]
     try:
-        return tokenizer.apply_chat_template(messages, **how)
+        return tokenizer.apply_chat_template(fitted, **how)
     except Exception as error:  # a template can raise anything
         cause = str(error) or type(error).__name__
         raise PromptError(f"the chat template failed ({cause})") from error
+
+
+def _fitted(tokenizer: TokenizerWrapper, message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its content as a text or as a list of parts, as the template takes it."""
+    content, role = message.get("content"), message.get("role")
+    if not isinstance(content, str | list) or not isinstance(role, str):
+        return message
+    of_template = _shown_contents(tokenizer, role)
+    given, other = (str, list) if isinstance(content, str) else (list, str)
+    if of_template[given]:
+        return message
+    if of_template[other]:
+        return {**message, "content": _other_form(content)}
+    if of_template[given] is False:
+        raise PromptError(
+            f"the chat template leaves out the content of messages of the role {role}"
+        )
+    return message  # the template fails, and says why
+
+
+def _other_form(content: str | list[Any]) -> str | list[Any]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    texts = [part if isinstance(part, str) else _text_of_part(part) for part in content]
+    return "".join(texts)
+
+
+def _text_of_part(part: Any) -> str:
+    if isinstance(part, Mapping) and isinstance(text := part.get("text"), str):
+        return text
+    raise PromptError("the chat template takes texts only, and no other parts of a message")
+
+
+_MARK = "mark7\nmark4"  # with a character that Python and JSON escape in a list
+_CALL = {"id": "call00001", "type": "function", "function": {"name": "mark", "arguments": {}}}
+
+
+def _shown_contents(tokenizer: TokenizerWrapper, role: str) -> dict[type, bool | None]:
+    """Whether a template shows the contents of a role if they are texts, and if they are lists.
+
+    None if it fails. This is found out once, from marked contents.
+    """
+    known: dict[Any, Any] = vars(tokenizer).setdefault("_mlxspec_shown_contents", {})
+    key = str(getattr(tokenizer, "chat_template", None)), role
+    if key not in known:
+        known[key] = {
+            str: _shows(tokenizer, role, _MARK, "mark7"),
+            list: _shows(tokenizer, role, [{"type": "text", "text": _MARK}], _MARK),
+        }
+    return cast("dict[type, bool | None]", known[key])
+
+
+def _shows(tokenizer: TokenizerWrapper, role: str, content: Any, mark: str) -> bool | None:
+    """Whether a template shows a mark in a content of this role; None if it fails."""
+    # The other contents are in the same form, since a template may fail at the other one.
+    other = "Hello" if isinstance(content, str) else [{"type": "text", "text": "Hello"}]
+    user, marked = {"role": "user", "content": other}, {"role": role, "content": content}
+    conversations: dict[str, Messages] = {
+        "user": [marked],
+        "assistant": [user, marked, user],
+        "tool": [
+            user,
+            {"role": "assistant", "content": other, "tool_calls": [_CALL]},
+            {**marked, "name": "mark", "tool_call_id": _CALL["id"]},
+        ],
+    }
+    conversation = conversations.get(role, [marked, user])
+    try:
+        text = tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True
+        )
+    except Exception:  # a template can raise anything
+        return None
+    return mark in text if isinstance(text, str) else None
 
 
 NOT_A_PROMPT = {*("conversation", "messages", "return_dict", "return_tensors", "tokenize")}

@@ -16,10 +16,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..errors import LoadError, PromptError
+from ..errors import LoadError, PromptError, printable
 from ..process import open_standard_streams
 from ..terminal import one_line
 from .heads import NO_MODEL, named_kind
+from .heads.settings import text_of
 from .model_files import (
     check_weights,
     check_weights_file,
@@ -106,13 +107,47 @@ def load_lazily(
     check_weights(directory)
     try:
         model, config = load_model(directory, lazy=True, model_config=changes or {})
+        check_scales(model)
         _try(model)
+    except LoadError as error:
+        raise LoadError(f"{directory}: {error}") from error
     except SystemExit as error:  # mlx-lm's OLMo 1 exits, and prints the package's name
         raise LoadError(f"{directory}: the model needs a package that is not installed") from error
     except Exception as error:  # a wrong configuration or file makes mlx-lm raise anything
         problem = NO_MODEL if named_kind(config) else reason(error)
+        if method := _quantised_by(config):
+            problem = (
+                f"the weights are quantised by {printable(method)}, which mlx-lm cannot read "
+                f"({one_line(error)}); use the original in 16 bits, and quantise it with "
+                "`mlxspec convert -q`"
+            )
         raise LoadError(f"{directory}: {problem}") from error
     return model, config
+
+
+def _quantised_by(config: dict[str, Any]) -> str | None:
+    """The method other than MLX's that has quantised a model, if ``config.json`` names one."""
+    settings = config.get("quantization_config") or text_of(config).get("quantization_config")
+    return settings.get("quant_method") if isinstance(settings, dict) else None
+
+
+def check_scales(model: nn.Module) -> None:
+    """Check that a model has no weights of 8 bits without scales.
+
+    MLX would take them for small whole numbers. It reads FP8 as ``uint8``.
+
+    Raises:
+        LoadError: it has some.
+    """
+    parameters = dict(tree_flatten(model.parameters()))
+    for name, array in parameters.items():
+        module = name.rpartition(".")[0]
+        scales = {f"{module}.scales", f"{module}.weight_scale"}
+        if array.dtype in (mx.int8, mx.uint8) and not scales & parameters.keys():
+            raise LoadError(
+                f"the weights {name} have 8 bits, but no scales that mlx-lm reads; use the "
+                "original in 16 bits, and quantise it with `mlxspec convert -q`"
+            )
 
 
 def _try(model: nn.Module) -> None:
@@ -139,6 +174,11 @@ _ADAPTERS = "name a directory that mlx_lm.lora wrote for this model"
 def find_adapters(path: str | Path) -> Path:
     """Check a directory of adapters as far as possible without a model, and return it."""
     directory = local_path(path)
+    if (directory / "adapter_model.safetensors").is_file():
+        raise LoadError(
+            f"{directory}: PEFT's adapters, which mlx-lm does not read; merge them into their "
+            "model (merge_and_unload) and convert the result"
+        )
     try:
         read_json_object(directory / "adapter_config.json")
         check_weights_file(directory / "adapters.safetensors")

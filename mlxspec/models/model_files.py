@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import LoadError
+from ..errors import LoadError, printable
 from ..files import is_special
 from ..terminal import one_line
 
@@ -181,6 +181,12 @@ _USE_MLX = (
 )
 
 
+ADAPTERS_ALONE = (
+    "adapters, not a model; name their model, together with --adapter-path if mlx_lm.lora wrote "
+    "them, or merge PEFT's into it (merge_and_unload)"
+)
+"""The error for a directory of adapters instead of a model's."""
+
 # --- check the files ---
 
 
@@ -215,6 +221,8 @@ def read_config(directory: Path) -> dict[str, Any]:
         LoadError: a file is missing or damaged, or the model needs Python code from its repository.
     """
     if not (directory / "config.json").is_file():
+        if (directory / "adapter_config.json").is_file():
+            raise LoadError(f"{directory}: {ADAPTERS_ALONE}")
         raise LoadError(f"{directory}: no config.json; {_USE_MLX}")
     for path in directory.iterdir():
         check_not_special(path)
@@ -249,6 +257,14 @@ def check_weights(directory: Path) -> list[mx.array]:
     return [tensor for path in paths for tensor in check_weights_file(path).values()]
 
 
+_IN_16_BITS = "use the original in 16 bits, and quantise it with `mlxspec convert -q`"
+_UNSUPPORTED = {
+    "F64": "cast it to float32 and save it again",
+    **dict.fromkeys(("F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2"), _IN_16_BITS),
+}
+"""Types of tensors in safetensors files that MLX cannot read, each with a remedy."""
+
+
 def read_weight_map(directory: Path) -> dict[str, str]:
     """The file of each tensor, from the index of a model's weights; empty if there is no index.
 
@@ -274,4 +290,18 @@ def check_weights_file(path: Path) -> dict[str, mx.array]:
     except OSError as error:
         raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
+        if "unsupported dtype" in str(error):
+            raise LoadError(f"{path}: {_unsupported_type(path)}") from error
         raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
+
+
+def _unsupported_type(path: Path) -> str:
+    """The error about the first tensor of a whole file whose type MLX cannot read."""
+    from safetensors import safe_open
+
+    with safe_open(path, "np") as file:
+        types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    known = [(name, kind) for name, kind in types.items() if kind in _UNSUPPORTED]
+    name, kind = known[0] if known else next(iter(types.items()))
+    named = f"the tensor {printable(name)} has the type {kind}"
+    return f"{named}, which MLX cannot read; {_UNSUPPORTED.get(kind, _IN_16_BITS)}"

@@ -33,11 +33,11 @@ from mlx_lm.tokenizer_utils import (
 )
 from mlx_lm.utils import load_tokenizer as load_hugging_face_tokenizer
 from tokenizers import AddedToken
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..drafting.acceptance import SPECIAL, class_of
-from ..errors import LoadError
+from ..errors import LoadError, printable
 from ..terminal import one_line
 from .model_files import find_directory, local_path, read_json_object
 from .sentencepiece_tokenizer import build_tokenizer
@@ -116,15 +116,32 @@ def load_tokenizer(
     return wrapper
 
 
+def _config_without_nulls(directory: Path) -> Any:
+    """The model's settings for transformers, if it would refuse ``max_position_embeddings: null``.
+
+    It reads them to choose the tokenizer's class.
+    """
+    path = directory / "config.json"
+    config = read_json_object(path) if path.is_file() else {}
+    if config.get("max_position_embeddings", 0) is not None:
+        return None
+    settings = {name: value for name, value in config.items() if value is not None}
+    try:
+        return AutoConfig.for_model(**settings)
+    except (KeyError, TypeError, ValueError):  # a type that transformers lacks
+        return None
+
+
 def _load(
     directory: Path, eos_token_ids: Collection[int] | int | None, settings: Mapping[str, Any]
 ) -> TokenizerWrapper:
     ids = [eos_token_ids] if isinstance(eos_token_ids, int) else eos_token_ids
     if not all(isinstance(token, int) for token in ids or ()):
         raise ValueError(f"eos_token_id is {ids!r}")
-    wrapper = load_hugging_face_tokenizer(
-        directory, {**settings, "trust_remote_code": False}, eos_token_ids=ids
-    )
+    how = {**settings, "trust_remote_code": False}
+    if (config := _config_without_nulls(directory)) is not None:
+        how["config"] = config
+    wrapper = load_hugging_face_tokenizer(directory, how, eos_token_ids=ids)
     wrapper._mlxspec_detokenizer = streaming_detokenizer(wrapper._tokenizer)
     return wrapper
 
@@ -190,6 +207,12 @@ class VocabularyClasses(dict[int, int]):
             found = class_of(self._tokenizer.convert_ids_to_tokens(token) or "")
         self[token] = found
         return found
+
+
+def token_name(tokenizer: TokenizerWrapper, token: int) -> str | None:
+    """A token's spelling and id, for messages; None if the tokenizer lacks it."""
+    name = tokenizer.convert_ids_to_tokens(token) if token >= 0 else None
+    return None if name is None else f"the token {printable(name)} (id {token})"
 
 
 # --- detokenizers ---

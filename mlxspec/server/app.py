@@ -402,7 +402,7 @@ class Endpoints:
         tokens = tuple(prompt.tokens)  # all choices share it
         sent = {"logit_bias": body.logit_bias, "stop_token_ids": body.stop_token_ids}
         for param, ids in {body.param: tokens, **sent}.items():
-            check_ids(ids, served.decoder.vocab_size, param)
+            check_ids(ids, served.decoder.vocab_size, param, served.decoder.tokenizer)
         if not tokens:
             raise ApiError(f"{body.param} has no tokens: send a text.", param=body.param)
         length = len(tokens) + (body.max_tokens or 1)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import (
     AfterValidator,
     AliasChoices,
@@ -26,6 +27,7 @@ from pydantic import (
 
 from ..engine.params import Constraint, SamplingParams
 from ..errors import OptionError
+from ..models.tokenizer import token_name
 from .body import (
     MOST_VALUES,
     ApiError,
@@ -103,17 +105,26 @@ class SamplingBody(Body):
         return SamplingParams(given.pop("temperature"), **given)
 
 
-def check_ids(ids: Iterable[int], vocab_size: int, param: str) -> None:
+def check_ids(
+    ids: Iterable[int], vocab_size: int, param: str, tokenizer: TokenizerWrapper | None = None
+) -> None:
     """Refuse token ids that the model does not have.
+
+    Args:
+        ids: the ids.
+        vocab_size: the number of ids that the model has.
+        param: the field with the ids, or with the text that became them.
+        tokenizer: the model's tokenizer, if a text may have become the ids.
 
     Raises:
         ApiError: an id is not below ``vocab_size``.
     """
     for token in ids:
         if token >= vocab_size:
-            raise ApiError(
-                f"{param} has the id {token}: send ids from 0 to {vocab_size - 1}.", param=param
-            )
+            problem = f"the id {token}: send ids from 0 to {vocab_size - 1}"
+            if tokenizer is not None and (named := token_name(tokenizer, token)):
+                problem = f"{named}, which the model lacks: leave it out"
+            raise ApiError(f"{param} has {problem}.", param=param)
 
 
 # --- conversations ---

@@ -7,8 +7,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxspec.convert.torch_file import read_torch_file
 from mlxspec.errors import LoadError
+from mlxspec.models.torch_file import read_torch_file
 from tests.support import torch_file
 
 torch = pytest.importorskip("torch", reason="needs PyTorch as the reference")

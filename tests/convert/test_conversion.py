@@ -13,8 +13,8 @@ from mlx_lm.generate import generate_step
 
 import mlxspec
 from mlxspec.convert.conversion import convert
-from mlxspec.convert.torch_file import read_torch_file
 from mlxspec.errors import LoadError, MlxspecError, OptionError
+from mlxspec.models.torch_file import read_torch_file
 from tests.support import original
 from tests.support.comparison import assert_same_bits, tensors
 

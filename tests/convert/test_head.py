@@ -65,19 +65,46 @@ def test_the_head_of_a_checkpoint_is_mlx_vlm_s(tmp_path: Path) -> None:
     }
 
 
-def test_each_norm_is_told_and_no_norm_is_judged_twice(tmp_path: Path) -> None:
+def test_no_norm_is_judged_twice(tmp_path: Path) -> None:
     """Norms far below zero look centred even when 1 is added."""
     weights = original(random_weights("Qwen MTP"))
     weights["mtp.norm.weight"] = mx.full(32, -0.9)
-    weights["mtp.pre_fc_norm_hidden.weight"] += 1.0
-    weights["mtp.layers.0.self_attn.q_norm.weight"] += 1.0
+    weights["mtp.layers.0.self_attn.q_norm.weight"] = mx.full(16, 1.6)
     *_, about = converted(write_target(tmp_path / "source", weights), tmp_path / "head")
-    assert about == "Qwen MTP (5 of its 7 norms were centred at zero, so 1.0 was added to them)"
+    assert about == "Qwen MTP (7 of its 7 norms were centred at zero, so 1.0 was added to them)"
     head = load_head(find_head(tmp_path / "head"), QWEN_TARGET)
     assert mx.allclose(head.norm.weight, mx.array(0.1), atol=1e-3).item()
+    assert mx.allclose(head.layers[0].self_attn.q_norm.weight, mx.array(2.6), atol=1e-2).item()
     again = converted(tmp_path / "head", tmp_path / "again", dtype="float32")
     assert again[2] == "Qwen MTP"
     assert mx.allclose(tensors(tmp_path / "again")["norm.weight"], mx.array(0.1), atol=1e-3).item()
+
+
+def test_small_gains_of_a_converted_head_are_kept(tmp_path: Path) -> None:
+    """Qwen 3.6's norms before ``fc``, whose gains are as small as if centred at zero."""
+    weights = {f"mtp.{name}": array for name, array in random_weights("Qwen MTP").items()}
+    gains = {"embedding": 0.27, "hidden": 0.49}
+    for name, gain in gains.items():
+        weights[f"mtp.pre_fc_norm_{name}.weight"] = mx.full(32, gain)
+    *_, about = converted(write_target(tmp_path / "source", weights), tmp_path / "head")
+    assert about == "Qwen MTP (0 of its 7 norms were centred at zero, so 1.0 was added to them)"
+    written = tensors(tmp_path / "head")
+    for name, gain in gains.items():
+        assert mx.allclose(written[f"pre_fc_norm_{name}.weight"], mx.array(gain), atol=1e-3).item()
+
+
+def test_an_unconverted_convolution_tells_that_all_norms_are_original(tmp_path: Path) -> None:
+    weights = {
+        name: mx.full(array.shape, 1.7) if "norm" in name and array.ndim == 1 else array
+        for name, array in original(random_weights("Qwen MTP")).items()
+    }
+    name = "model.language_model.layers.0.linear_attn.conv1d.weight"
+    for shape, centred in (((8, 1, 3), 7), ((8, 3, 1), 0)):
+        source = write_target(tmp_path / "source", {**weights, name: mx.zeros(shape)})
+        *_, about = converted(source, tmp_path / f"head{centred}")
+        assert (about or "").startswith(f"Qwen MTP ({centred} of its 7 norms")
+        gain = tensors(tmp_path / f"head{centred}")["layers.0.input_layernorm.weight"]
+        assert mx.allclose(gain, mx.array(2.7 if centred else 1.7), atol=1e-2).item()
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.convert.conversion import convert
-from mlxspec.convert.torch_file import read_torch_file
 from mlxspec.errors import LoadError, MlxspecError
+from mlxspec.models.torch_file import read_torch_file
 from tests.support import original, torch_file
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated

@@ -10,8 +10,8 @@ import pytest
 
 from mlxspec.convert.conversion import convert
 from mlxspec.convert.original import half_split_rows, original_to_mlx_name
-from mlxspec.convert.torch_file import read_torch_file
 from mlxspec.errors import LoadError, MlxspecError
+from mlxspec.models.torch_file import read_torch_file
 from tests.support import original, torch_file
 from tests.support.comparison import tensors
 

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.convert.torch_file import read_torch_file
 from mlxspec.errors import LoadError
+from mlxspec.models.torch_file import read_torch_file
 from tests.support.examples import examples
 from tests.support.torch_file import (
     Call,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,9 +37,11 @@ from mlxspec.models.heads.blocks import DFlash
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.examples import examples
+from tests.support.random_models import random_model
 
 KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "EAGLE-3": ("llama3", heads.eagle3),
+    "EAGLE-3.1, with windows": ("llama3", heads.eagle31),
     "MTP": ("qwen3_5", heads.qwen_mtp),
     "Gemma's assistant": ("gemma4", heads.gemma4_assistant),
     "DFlash": ("qwen3", heads.dflash),
@@ -94,9 +97,32 @@ def target_of(kind: str, **options: Any) -> Target:
 
 def test_a_head_that_reads_layers_which_the_model_lacks_is_refused() -> None:
     model = target_of("EAGLE-3").model
-    _, head = heads.eagle3(model, eagle_aux_hidden_state_layer_ids=[1, 1, 99])
+    with pytest.raises(LoadError, match="layer 98, but this model has 2 layers"):
+        heads.eagle3(model, eagle_aux_hidden_state_layer_ids=[1, 1, 99])
+
+
+def test_a_head_that_cannot_draft_is_refused() -> None:
+    model = target_of("EAGLE-3").model
+    _, head = heads.eagle3(model)
+    head.reads = (1, 1, 98)
     with pytest.raises(LoadError, match="the head, EAGLE-3, cannot draft for this model"):
         attach_head(head, model)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_copies_of_the_target_s_layers_are_freed_and_others_are_kept(bits: int | None) -> None:
+    model = random_model("qwen3", hidden_size=64, head_dim=16, tie_word_embeddings=False)
+    copies = [mx.array(model.model.embed_tokens.weight), mx.array(model.lm_head.weight)]
+    if bits:
+        nn.quantize(model, 32, bits)
+    for changed in (0.0, 0.1):
+        _, head = heads.dflash(model)
+        head.fit(["embed_tokens.weight", "lm_head.weight"])
+        noise = [changed * mx.std(copy) * mx.random.normal(copy.shape) for copy in copies]
+        head.embed_tokens.weight, head.lm_head.weight = map(mx.add, copies, noise)
+        attach_head(head, model)
+        own = {"embed_tokens", "lm_head"} & head.keys()
+        assert own == ({"embed_tokens", "lm_head"} if changed else set())
 
 
 def close(found: mx.array, expected: mx.array) -> bool:

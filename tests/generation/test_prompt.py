@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -186,3 +187,15 @@ def test_messages_are_taken_wherever_a_prompt_is(monkeypatch: pytest.MonkeyPatch
         ]
 
     assert ways(messages) == ways(prompt)
+
+
+def test_a_text_with_a_token_that_the_model_lacks_names_it() -> None:
+    """Some tokenizers know more tokens than the model has embeddings."""
+    tokenizer = chat_tokenizer()
+    for prompt in ("a<|im_start|>b", [{"role": "user", "content": "a"}]):
+        with pytest.raises(PromptError) as error:
+            prompt_ids(prompt, tokenizer, 256, None)
+        told = r"the prompt holds the token <\|im_start\|> \(id 25\d\), which the model lacks"
+        assert re.match(told, str(error.value))
+    with pytest.raises(PromptError, match="holds the id 256: pass ids from 0 to 255"):
+        prompt_ids([5, 256], tokenizer, 256, None)

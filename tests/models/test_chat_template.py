@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -51,6 +52,104 @@ def test_the_result_is_that_of_the_tokenizer(tokenizer: Any, how: dict[str, bool
 )
 def test_one_that_fails_is_told(tokenizer: Any, template: str) -> None:
     refused(tokenizer, template)
+
+
+TEXTS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
+PARTS = """\
+{% for m in messages %}<{{ m.role }}>{% for part in m.content %}\
+{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"""
+"""Llama Guard's way."""
+
+BOTH = """\
+{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}\
+{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"""
+PARTS_OF_USERS = """\
+{% for m in messages %}<{{ m.role }}>{% if m.role == 'user' %}{{ m.content[0].text }}\
+{% else %}{{ m.content + '' }}{% endif %}{% endfor %}"""
+
+
+def part(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+@pytest.mark.parametrize(
+    ("template", "contents", "text"),
+    [
+        (TEXTS, ["a question", "an answer"], "<user>a question<assistant>an answer"),
+        (TEXTS, [part("a ") + part("question"), part("x")], "<user>a question<assistant>x"),
+        (PARTS, ["a question", "an answer"], "<user>a question<assistant>an answer"),
+        (PARTS, [part("a"), "b"], "<user>a<assistant>b"),
+        (BOTH, ["a", part("b")], "<user>a<assistant>[b]"),
+        (PARTS_OF_USERS, ["a", part("b")], "<user>a<assistant>b"),
+    ],
+)
+def test_contents_come_in_the_form_that_the_template_takes(
+    tokenizer: Any, template: str, contents: list[Any], text: str
+) -> None:
+    tokenizer._tokenizer.chat_template = template
+    roles = ("user", "assistant")
+    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+    before = copy.deepcopy(messages)
+    assert apply_template(tokenizer, messages, tokenize=False) == text
+    assert messages == before
+
+
+def left_out(role: str) -> str:
+    """A template without the contents of a role."""
+    show = f"{{% if m.role != '{role}' %}}{{{{ m.content }}}}{{% endif %}}"
+    return f"{{% for m in messages %}}<{{{{ m.role }}}}>{show}{{% endfor %}}"
+
+
+@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool", "developer"])
+@pytest.mark.parametrize("content", ["a question", part("a question")])
+def test_a_content_that_the_template_leaves_out_is_refused(
+    tokenizer: Any, role: str, content: Any
+) -> None:
+    tokenizer._tokenizer.chat_template = left_out(role)
+    messages = [{"role": "user", "content": "a"}, {"role": role, "content": content}]
+    with pytest.raises(PromptError, match=f"leaves out the content .* of the role {role}$"):
+        apply_template(tokenizer, messages)
+    tokenizer._tokenizer.chat_template = TEXTS
+    assert apply_template(tokenizer, messages, tokenize=False) == f"<user>a<{role}>a question"
+
+
+def test_a_tool_s_result_may_be_written_as_json(tokenizer: Any) -> None:
+    """As by gpt-oss."""
+    tokenizer._tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    for content in ('say "x"\n', part('say "x"\n')):
+        messages = [
+            *MESSAGES,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": content},
+        ]
+        text = apply_template(tokenizer, messages, tokenize=False)
+        assert text == 'a question"say \\"x\\"\\n"'
+
+
+def test_parts_other_than_texts_are_refused_where_the_template_takes_texts(tokenizer: Any) -> None:
+    tokenizer._tokenizer.chat_template = TEXTS
+    picture = {"type": "image_url", "image_url": {"url": "http://x"}}
+    with pytest.raises(PromptError, match="takes texts only"):
+        apply_template(tokenizer, [{"role": "user", "content": [*part("a"), picture]}])
+
+
+def test_the_form_is_found_out_once(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer._tokenizer.chat_template = PARTS
+    rendered: list[Any] = []
+    render = type(tokenizer._tokenizer).apply_chat_template
+
+    def noting(self: Any, messages: Any, **how: Any) -> Any:
+        rendered.append(messages)
+        return render(self, messages, **how)
+
+    monkeypatch.setattr(type(tokenizer._tokenizer), "apply_chat_template", noting)
+    for _ in range(3):
+        apply_template(tokenizer, MESSAGES)
+    assert len(rendered) == 2 + 3
 
 
 FRAGMENTS = [

@@ -205,7 +205,7 @@ def test_names_of_weights(make: Any) -> None:
     names = ["fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.self_attn.k_norm.weight"]
     assert {*names, "layers.0.mlp.gate_proj.weight"} < weights.keys()
     published = {f"model.{name}": weight for name, weight in weights.items()}
-    more = ["lm_head.weight", "model.embed_tokens.weight", "confidence_head.proj.bias"]
+    more = ["confidence_head.proj.bias", "verifier_norm.weight", "t2d"]
     assert head.sanitize(published | dict.fromkeys(more, mx.zeros(1))) == weights
     assert head.sanitize(weights) == weights
 

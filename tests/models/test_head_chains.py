@@ -46,7 +46,9 @@ def random_weights(module: nn.Module) -> dict[str, mx.array]:
 
 
 def load(head: Head, weights: dict[str, mx.array], embedding: nn.Embedding) -> None:
-    head.load_weights(list(head.sanitize(weights).items()))
+    weights = head.sanitize(weights)
+    head.fit(weights.keys())
+    head.load_weights(list(weights.items()))
     head.bind(embedding, embedding.as_linear)
 
 
@@ -299,7 +301,7 @@ def test_qwen_3_next_has_the_mtp_of_later_ones_with_another_configuration() -> N
     assert mx.array_equal(*generations).item()
 
 
-def test_each_norm_of_qwen_s_mtp_is_centred_by_itself() -> None:
+def test_the_final_norm_of_qwen_s_mtp_decides_for_itself() -> None:
     weights = random_weights(QwenMTP(QWEN, TARGET))
     mixed = {name.removeprefix("mtp."): each for name, each in original(weights, False).items()}
     mixed["norm.weight"] = weights["norm.weight"]

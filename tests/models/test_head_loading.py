@@ -236,3 +236,22 @@ def test_only_files_with_the_head_are_downloaded(
     write(tmp_path, EAGLE_3, {})
     head_directory("owner/name")
     assert asked[-1] >= {"model*.safetensors"}
+
+
+def test_pytorch_s_files_of_a_head_are_downloaded_if_there_are_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def find(name: str, revision: str | None, *, weights: tuple[str, ...]) -> Path:
+        asked.append(weights)
+        if "model*.safetensors" in weights:
+            raise LoadError(f"{name}: no model*.safetensors")
+        return tmp_path
+
+    monkeypatch.setattr(loading, "find_directory", find)
+    write(tmp_path, EAGLE_3, {})
+    assert head_directory("owner/name") == tmp_path
+    assert asked[-1] == ("pytorch_model*.bin",)
+    write(tmp_path, TARGET, {})
+    assert refused(lambda: head_directory("owner/name")) == "owner/name: no model*.safetensors"

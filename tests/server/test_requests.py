@@ -21,6 +21,7 @@ from mlxspec.server.openai import (
     parse_tokenize,
 )
 from mlxspec.server.requests import ApiBody, check_ids
+from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.examples import examples
 from tests.support.hostile import json_values
 
@@ -718,3 +719,13 @@ def test_ids_are_those_that_the_model_has() -> None:
     check_ids([0, 63], 64, "tokens")
     with pytest.raises(ApiError, match="tokens has the id 64: send ids from 0 to 63"):
         check_ids([63, 64], 64, "tokens")
+
+
+def test_a_text_s_token_that_the_model_lacks_is_named() -> None:
+    tokenizer = chat_tokenizer()
+    ids = tokenizer.encode("a<|im_start|>", add_special_tokens=False)
+    told = rf"messages has the token <\|im_start\|> \(id {ids[-1]}\), which the model lacks: leave"
+    with pytest.raises(ApiError, match=told):
+        check_ids(ids, ids[-1], "messages", tokenizer)
+    with pytest.raises(ApiError, match="prompt has the id 9999: send ids from 0 to 63"):
+        check_ids([9999], 64, "prompt", tokenizer)

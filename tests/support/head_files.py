@@ -74,7 +74,7 @@ GEMMA: Config = {
     "num_centroids": 8,
     "centroid_intermediate_top_k": 3,
     "text_config": {
-        **SIZES,
+        **{name: size for name, size in SIZES.items() if name != "rope_theta"},
         "model_type": "gemma4_text",
         "num_hidden_layers": 4,
         "global_head_dim": 16,

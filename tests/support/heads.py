@@ -21,6 +21,12 @@ def eagle3(target: nn.Module, **settings: object) -> tuple[dict[str, Any], Eagle
     return config, _random(Eagle3, config, target)
 
 
+def eagle31(target: nn.Module) -> tuple[dict[str, Any], Eagle3]:
+    """An EAGLE-3.1 of two layers, one of them with a sliding window; see :func:`dflash`."""
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+    return eagle3(target, num_hidden_layers=2, norm_output=True, **windows)
+
+
 def qwen_mtp(target: nn.Module, **settings: object) -> tuple[dict[str, Any], QwenMTP]:
     """The MTP of a Qwen, and its config.json; see :func:`dflash`."""
     config = _config(target)

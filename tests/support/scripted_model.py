@@ -13,7 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 BOS, EOS = 1, 2
 _WIDTH = 64  # of the vocabulary; hidden states are twice as wide
-_CHAT_TEMPLATE = "[INST] {{ messages[0]['content'] }} [/INST]"
+_CHAT_TEMPLATE = """\
+{% for message in messages %}{% if message.role == 'assistant' %} {{ message.content }}\
+{% else %}[INST] {{ message.content }} [/INST]{% endif %}{% endfor %}"""
 
 
 def write_scripted_model(

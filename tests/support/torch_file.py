@@ -18,6 +18,7 @@ STORAGE_TYPES = {
     "float16": "HalfStorage",
     "bfloat16": "BFloat16Storage",
     "int64": "LongStorage",
+    "bool": "BoolStorage",
 }
 
 

@@ -9,15 +9,14 @@ one entry per *pair* (t[i + 1], h[i]), from which the head predicts t[i + 2].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import LoadError
-
-Config = dict[str, Any]
+from .settings import Config, settings_of, text_of
 
 NO_MODEL = (
     "a trained head, not a model; name the model that it was made for, together with the head: "
@@ -26,25 +25,13 @@ NO_MODEL = (
 """The error if a head's folder is given as a model."""
 
 
-def text_of(config: Config) -> Config:
-    """The settings of the language model in a configuration, which may be multimodal."""
-    return config.get("text_config") or config
-
-
-def settings_of(config: Config) -> Config:
-    """A head's settings in one flat dictionary; checkpoints nest some of them."""
-    settings: Config = {}
-    for name in ("text_config", "transformer_layer_config", "dflash_config"):
-        if isinstance(nested := config.get(name), dict):
-            settings |= nested
-    return settings | config
-
-
 def sizes_needed(config: Config) -> dict[str, int]:
     """The sizes that a head's target must have, if the head's ``config.json`` states them."""
     settings = settings_of(config)
     sizes = {
-        "hidden_size": settings.get("backbone_hidden_size") or settings.get("hidden_size"),
+        "hidden_size": settings.get("backbone_hidden_size")
+        or settings.get("target_hidden_size")
+        or settings.get("hidden_size"),
         "vocab_size": settings.get("vocab_size"),
         "num_hidden_layers": settings.get("num_target_layers"),
     }
@@ -60,23 +47,30 @@ def named_kind(config: Config) -> str | None:
     kind = str(config.get("speculators_model_type") or config.get("model_type"))
     if "DFlash2" in named or "Gemma4DSpark" in named:
         return named
+    if "speculators_model_type" in config:
+        return kind
     if config.get("dflash_config") or "DFlash" in named or "DSpark" in named:
         is_dspark = "DSpark" in named or settings.get("markov_rank")
         return str(settings.get("projector_type") or ("dspark" if is_dspark else "dflash"))
     if "eagle3" in named.lower() or "draft_vocab_size" in config:
         return "eagle3"
-    is_head = "speculators_model_type" in config or kind in ("eagle3", "dflash", "dspark")
-    return kind if is_head or kind.endswith(("_mtp", "_assistant")) else None
+    is_head = kind in ("eagle3", "dflash", "dspark") or kind.endswith(("_mtp", "_assistant"))
+    return kind if is_head else None
 
 
 class Head(nn.Module):
     """A trained head; :meth:`bind` attaches it to its target.
 
-    It is made from two configurations, as in ``config.json``: the head's and the target's.
+    It is made from two configurations, as in ``config.json``: the head's and the target's. Then
+    :meth:`fit` adapts it to the parts that the checkpoint has. Each kind may have its own
+    embedding, ``embed_tokens``, its own output layer, ``lm_head``, and a smaller vocabulary of its
+    own. In that case ``d2t`` has, for each of its ids, the difference from that id to the target's.
 
     Attributes:
         title: the name of this kind of head, for messages.
         families: the prefixes of its targets' model types; empty if it fits any type.
+        used: the names of the settings that it reads, in addition to those of its layers.
+        only: settings that it supports with one value only.
         reads: the indices of the target's layers whose outputs the head reads. Empty if it reads
             the states after the final norm.
         most: the most tokens of a draft.
@@ -91,6 +85,8 @@ class Head(nn.Module):
 
     title: str
     families: tuple[str, ...] = ()
+    used: frozenset[str] = frozenset()
+    only: ClassVar[dict[str, Any]] = {}
     asked: bool = True
     reads: tuple[int, ...]
     most: int = 8
@@ -99,14 +95,41 @@ class Head(nn.Module):
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__()
         self.reads = ()
-        self.vocabulary: int = settings_of(config)["vocab_size"]
-        target = text_of(target_config)
+        settings, target = settings_of(config), text_of(target_config)
+        self.vocabulary: int = settings["vocab_size"]
+        self._own_vocabulary: int = settings.get("draft_vocab_size") or self.vocabulary
+        self._tied = bool(settings.get("tie_word_embeddings"))
+        self._cap = settings.get("final_logit_softcapping")
+        if self._own_vocabulary != self.vocabulary:
+            self._add_d2t()
         for name, size in sizes_needed(config).items():
             if size != target.get(name, size):
                 raise LoadError(
                     f"the head was made for a model whose {name} is {size}, but this model's is "
                     f"{target[name]}; use a head that was made for this model"
                 )
+
+    def fit(self, names: Collection[str]) -> None:
+        """Add or remove the parts that only some checkpoints have.
+
+        Args:
+            names: the names of the checkpoint's tensors, after ``sanitize``.
+        """
+        if "embed_tokens.weight" in names:
+            self.embed_tokens = nn.Embedding(self.vocabulary, self.width)
+        if "lm_head.weight" in names:
+            self.lm_head = nn.Linear(self.width, self._own_vocabulary, bias=False)
+        elif "lm_head" in self:
+            del self["lm_head"]
+        if "d2t" in names:
+            self._add_d2t()
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear) and f"{name}.bias" in names and "bias" not in module:
+                module.bias = mx.zeros(module.weight.shape[0])
+
+    def _add_d2t(self) -> None:
+        self.d2t = mx.zeros(self._own_vocabulary, dtype=mx.int32)
+        self.freeze(keys="d2t", recurse=False)
 
     def bind(
         self, embed: Callable[[mx.array], mx.array], output: Callable[[mx.array], mx.array]
@@ -131,11 +154,11 @@ class Head(nn.Module):
 
     def named_tokens(self) -> mx.array:
         """The ids of target tokens that the head's own files contain, such as a mask token's."""
-        return mx.array([], mx.int32)
+        return mx.arange(len(self.d2t)) + self.d2t if "d2t" in self else mx.array([], mx.int32)
 
     def embed(self, tokens: mx.array) -> mx.array:
-        """The target's embeddings of tokens."""
-        return self._target["embed"](tokens)
+        """The embeddings of tokens: the head's own if it has one, otherwise the target's."""
+        return (self.embed_tokens if "embed_tokens" in self else self._target["embed"])(tokens)
 
     def features(self, states: Sequence[mx.array]) -> mx.array:
         """The features that the head keeps of verified rows, (rows, ``width``).
@@ -158,7 +181,31 @@ class Head(nn.Module):
         Args:
             hidden: from :meth:`__call__`, (…, width).
         """
-        return self._target["output"](hidden)
+        if "lm_head" in self:
+            logits = self._capped(self.lm_head(hidden))
+        elif self._tied and "embed_tokens" in self:
+            logits = self._capped(self.embed_tokens.as_linear(hidden))
+        else:
+            logits = self._target["output"](hidden)
+        return self.among_all(logits)
+
+    def among_all(self, logits: mx.array, missing: float = -mx.inf) -> mx.array:
+        """Values over the head's vocabulary, as values over the target's.
+
+        Args:
+            logits: (…, size of the head's vocabulary or of the target's).
+            missing: the value of the tokens that the head's vocabulary lacks.
+        """
+        if "d2t" not in self:
+            return logits
+        ids = self.named_tokens()[: len(self.d2t)]
+        own = logits if logits.shape[-1] == len(ids) else logits[..., ids]
+        scattered = mx.full((*logits.shape[:-1], self.vocabulary), missing, logits.dtype)
+        scattered[..., ids] = own
+        return scattered
+
+    def _capped(self, logits: mx.array) -> mx.array:
+        return mx.tanh(logits / self._cap) * self._cap if self._cap else logits
 
     def __call__(
         self, tokens: mx.array, features: mx.array, cache: Sequence[Any]

@@ -9,15 +9,17 @@ https://github.com/z-lab/dflash (DFlash) and https://github.com/deepseek-ai/Deep
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import ModelArgs, TransformerBlock
 
-from . import Config, Head, settings_of
+from . import Head
+from .settings import Config, checked_layers, layer_windows, rope_of, settings_of, text_of
 
 
 class DFlash(Head):
@@ -32,34 +34,56 @@ class DFlash(Head):
     """
 
     title = "DFlash"
-    _first = 1  # the slot that predicts the next token
+    used = frozenset(field.name for field in fields(ModelArgs)) | {
+        *("block_size", "mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids"),
+        *("num_target_layers", "target_hidden_size", "draft_vocab_size", "truncated_vocab_size"),
+        *("layer_types", "sliding_window", "use_sliding_window", "use_swa", "swa_window_size"),
+        *("is_causal", "causal", "dflash_query_causal", "sliding_window_non_causal"),
+        *("sample_from_anchor", "projector_type", "markov_rank", "dspark_bonus_anchor"),
+        *("attention_bias", "mlp_bias", "final_logit_softcapping"),
+    }
+    only: ClassVar = {"rope_traditional": False, "partial_rotary_factor": 1}
+    _samples_anchor = False  # whether slot 0 predicts a token, if the checkpoint does not say
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
         settings = settings_of(config)
         self.width = settings["hidden_size"]
+        samples_anchor = settings.get("sample_from_anchor")
+        if samples_anchor is None:
+            # speculators' first DSpark heads, which do not say so, leave the slot out.
+            samples_anchor = self._samples_anchor and "speculators_model_type" not in config
+        self._first = 0 if samples_anchor else 1
         self.most = settings["block_size"] - self._first
         self._mask_token = settings["mask_token_id"]
         count = settings["num_hidden_layers"]
-        kinds = settings.get("layer_types") or [""] * count
-        self._is_sliding = [kind == "sliding_attention" for kind in kinds]
-        self._window = settings["sliding_window"] if any(self._is_sliding) else 0
+        windows = layer_windows(settings, count, unless_stated=False)
+        self._is_sliding = [window is not None for window in windows]
+        self._window = next((window for window in windows if window), 0)
+        causal = _is_causal(config)
         # If the checkpoint does not say which layers are causal, those with a sliding window are.
-        causal = settings.get("is_causal", settings.get("causal"))
-        self._causal = {kind: kind if causal is None else bool(causal) for kind in (False, True)}
+        slides = not settings.get("sliding_window_non_causal")
+        self._causal = {
+            kind: (kind and slides) if causal is None else causal for kind in (False, True)
+        }
+        rope = rope_of(settings)
         # The layers are Qwen 3's.
         args = ModelArgs.from_dict(
             {
                 "head_dim": self.width // settings["num_attention_heads"],
                 **settings,
+                "rope_parameters": rope or None,
                 "model_type": "qwen3",
                 "vocab_size": 0,
                 "tie_word_embeddings": True,
             }
         )
         self.layers = [TransformerBlock(args) for _ in range(count)]
-        self.reads = tuple(settings["target_layer_ids"])
-        self.fc = nn.Linear(len(self.reads) * self.width, self.width, bias=False)
+        self.reads = checked_layers(
+            _layers_read(settings), text_of(target_config)["num_hidden_layers"]
+        )
+        inputs = len(self.reads) * (settings.get("target_hidden_size") or self.width)
+        self.fc = nn.Linear(inputs, self.width, bias=False)
         self.hidden_norm = nn.RMSNorm(self.width, args.rms_norm_eps)
         self.norm = nn.RMSNorm(self.width, args.rms_norm_eps)
 
@@ -67,15 +91,18 @@ class DFlash(Head):
     def sanitize(weights: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """A checkpoint's weights under the module's names, without unused ones.
 
-        The embedding and the output layer are copies of the target's. The confidence head is not
-        needed: probabilities come from the logits and from observed steps.
+        The confidence head is not needed: probabilities come from the logits and from observed
+        steps. ``t2d`` is the inverse of ``d2t``, and ``verifier_`` are parts of the target.
         """
-        unused = ("embed_tokens.", "lm_head.", "confidence_head.")
+        unused = ("confidence_head.", "t2d", "verifier_")
         names = {name.removeprefix("model."): name for name in weights}
-        return {new: weights[old] for new, old in names.items() if not new.startswith(unused)}
+        kept = {new: weights[old] for new, old in names.items() if not new.startswith(unused)}
+        if "d2t" in kept:
+            kept["d2t"] = kept["d2t"].astype(mx.int32)
+        return kept
 
     def named_tokens(self) -> mx.array:
-        return mx.array([self._mask_token])
+        return mx.concatenate([super().named_tokens(), mx.array([self._mask_token])])
 
     def features(self, states: Sequence[mx.array]) -> mx.array:
         return self.hidden_norm(self.fc(mx.concatenate(list(states), axis=-1)))
@@ -171,30 +198,52 @@ class DFlash(Head):
 
 
 class DSpark(DFlash):
-    """A DFlash whose slot 0 predicts the next token.
+    """A DFlash whose slot 0 predicts the next token, unless ``sample_from_anchor`` is false.
 
     A slot's logits also depend on the token drafted before it, unless ``markov_rank`` is 0, as in
     DeepSpec's own DFlash checkpoints.
     """
 
     title = "DSpark"
-    _first = 0
+    _samples_anchor = True
 
     def __init__(self, config: Config, target_config: Config) -> None:
         super().__init__(config, target_config)
         settings = settings_of(config)
         # With this setting, block_size counts the context's last token, too.
-        self.most -= bool(settings.get("dspark_bonus_anchor"))
+        self.most -= bool(settings.get("dspark_bonus_anchor") and not self._first)
         if rank := settings.get("markov_rank"):
             self.markov_head = {
                 "markov_w1": nn.Embedding(self.vocabulary, rank),
-                "markov_w2": nn.Linear(rank, self.vocabulary, bias=False),
+                "markov_w2": nn.Linear(rank, self._own_vocabulary, bias=False),
             }
 
     def after(self, logits: mx.array, previous: mx.array) -> mx.array:
         if "markov_head" not in self:
             return logits
-        return logits + self.markov_head["markov_w2"](self.markov_head["markov_w1"](previous))
+        change = self.markov_head["markov_w2"](self.markov_head["markov_w1"](previous))
+        return logits + self.among_all(change, missing=0.0)
+
+
+def _is_causal(config: Config) -> bool | None:
+    """Whether slots see only earlier slots; None if the checkpoint does not say."""
+    nested = config.get("dflash_config") or {}
+    for settings in (nested, config, settings_of(config)):  # the nested setting counts
+        for name in ("causal", "is_causal", "dflash_query_causal"):
+            if settings.get(name) is not None:
+                return bool(settings[name])
+    return None
+
+
+def _layers_read(settings: Config) -> list[int]:
+    """The target's layers whose outputs are read.
+
+    z-lab's and DeepSpec's checkpoints have their ids. speculators has the ids of the layers that
+    these states enter, as vLLM reads them.
+    """
+    if (entered := settings.get("aux_hidden_state_layer_ids")) is not None:
+        return [layer - 1 for layer in entered]
+    return list(settings["target_layer_ids"])
 
 
 def _attend(

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import LoadError, printable
-from ..model import OnRead, evaluate, find_adapters, load, reason, widen
+from ..model import OnRead, check_scales, evaluate, find_adapters, load, reason, widen
 from ..model_files import (
     BESIDE,
     WEIGHTS,
@@ -27,9 +27,11 @@ from ..model_files import (
     read_config,
     read_weight_map,
 )
-from . import Config, Head, named_kind, settings_of, sizes_needed, text_of
+from ..torch_file import read_torch_file
+from . import Head, named_kind, sizes_needed
 from .blocks import DFlash, DSpark
 from .chains import Eagle3, Gemma4Assistant, QwenMTP
+from .settings import Config, check_settings, settings_of, text_of
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -49,8 +51,10 @@ LEFT_OUT = "the head that comes with the model is left out: %s"
 """The warning about a head that comes with the model but cannot be used."""
 
 CONVERTED = "mlxspec_converted"
-"""A key in the ``config.json`` of converted heads, whose tensors ``sanitize`` must not change."""
+"""A key in the ``config.json`` of converted heads of Qwen, whose norms must not change again."""
 
+_ANY_LAYERS = 1 << 20  # for a target of unknown depth
+_TORCH_FILES = "pytorch_model*.bin"  # the only weights of some EAGLE-3 heads
 _OWN = re.compile(r"(?:model\.|language_model\.)*mtp\.")  # prefixes the names of a head's tensors
 _FOLDERS = ("mtp", "assistant", "head")  # for a head in its target's folder
 _SUPPORTED = (
@@ -67,19 +71,24 @@ class HeadFiles:
         directory: the folder of the head, or of the target that carries it.
         kind: the head's class.
         config: the head's settings, as in its own ``config.json``.
-        files: the safetensors files with the head's tensors; they may be the target's own files.
+        files: the files with the head's tensors; they may be the target's own files.
+        raw: whether they are known to be an original checkpoint's, with norms centred at zero.
     """
 
     directory: Path
     kind: type[Head]
     config: Config = field(repr=False)
     files: tuple[Path, ...]
+    raw: bool = False
 
     def tensors(self) -> dict[str, mx.array]:
         """The head's unevaluated tensors, by their names in the files."""
         tensors: dict[str, mx.array] = {}
         for path in self.files:
-            loaded = check_weights_file(path)
+            if path.suffix == ".bin":
+                loaded = dict(read_torch_file(path, integers=True))
+            else:
+                loaded = check_weights_file(path)
             # If no name has this prefix, all of the file's tensors are the head's.
             tensors |= {name: loaded[name] for name in loaded if _OWN.match(name)} or loaded
         return tensors
@@ -101,8 +110,12 @@ def find_head(directory: Path) -> HeadFiles:
         )
     if name not in _KINDS:
         raise LoadError(f"{directory}: a head of unknown kind, {printable(name)}; {_SUPPORTED}")
-    check_weights(directory)
-    return HeadFiles(directory, _KINDS[name], config, tuple(sorted(directory.glob(WEIGHTS))))
+    files = sorted(directory.glob(WEIGHTS))
+    if not files:
+        files = sorted(directory.glob(_TORCH_FILES))
+    if not files or files[0].suffix != ".bin":
+        check_weights(directory)
+    return HeadFiles(directory, _KINDS[name], config, tuple(files))
 
 
 def own_head(directory: Path) -> HeadFiles | None:
@@ -120,14 +133,27 @@ def own_head(directory: Path) -> HeadFiles | None:
     config = read_config(directory)
     if _belongs(QwenMTP, config):
         paths = sorted(directory.glob(WEIGHTS))
-        files = [path for path in paths if any(map(_OWN.match, check_weights_file(path)))]
+        tensors = {path: check_weights_file(path) for path in paths}
+        files = [path for path in paths if any(map(_OWN.match, tensors[path]))]
+        raw = bool(files) and any(map(_is_original, tensors.values()))
         if files := files or [*directory.glob("mtp.safetensors")]:
             own = {"model_type": "qwen3_5_mtp", "text_config": text_of(config)}
-            return HeadFiles(directory, QwenMTP, own, tuple(files))
+            return HeadFiles(directory, QwenMTP, own, tuple(files), raw)
     for name in _FOLDERS:
         if (directory / name / "config.json").is_file():
             return find_head(directory / name)
     return None
+
+
+def _is_original(tensors: dict[str, mx.array]) -> bool:
+    """Whether these tensors have a convolution in PyTorch's layout, (channels, 1, kernel).
+
+    Converters move its last axis, and add 1 to the norms in the same step.
+    """
+    return any(
+        name.endswith("conv1d.weight") and array.ndim == 3 and array.shape[-1] != 1
+        for name, array in tensors.items()
+    )
 
 
 def head_directory(path_or_repo: str | Path, revision: str | None = None) -> Path:
@@ -148,7 +174,12 @@ def head_directory(path_or_repo: str | Path, revision: str | None = None) -> Pat
     wanted = {WEIGHTS}
     if named_kind(read_config(directory)) is None and (names := read_weight_map(directory)):
         wanted = {file for name, file in names.items() if _OWN.match(name)}
-    return find_directory(path_or_repo, revision, weights=(*wanted, *BESIDE))
+    try:
+        return find_directory(path_or_repo, revision, weights=(*wanted, *BESIDE))
+    except LoadError:
+        if named_kind(read_config(directory)) is None:
+            raise
+    return find_directory(path_or_repo, revision, weights=(_TORCH_FILES,))
 
 
 def load_with_head(
@@ -249,7 +280,8 @@ def load_lazily(found: HeadFiles, target_config: Config | None = None) -> Head:
 
     config, weights = found.config, found.tensors()
     if target_config is None:
-        target_config = text_of(settings_of(config)) | sizes_needed(config)
+        layers = {"num_hidden_layers": _ANY_LAYERS}
+        target_config = text_of(settings_of(config)) | layers | sizes_needed(config)
 
     def quantised(path: str, module: nn.Module) -> bool | dict[str, Any]:
         # The tensors show this. The paths in config.json may be those of the target's modules.
@@ -258,17 +290,27 @@ def load_lazily(found: HeadFiles, target_config: Config | None = None) -> Head:
         return infer_quant_config(path, module, weights)
 
     try:
-        if not config.get(CONVERTED):
+        if found.kind is not QwenMTP:
             weights = found.kind.sanitize(weights)
+        elif not config.get(CONVERTED):
+            weights = QwenMTP.sanitize(weights, found.raw)
+        check_settings(config, found.kind.used | _known_of(found, target_config), found.kind.only)
         head = found.kind(config, target_config)
+        head.fit(weights.keys())
         nn.quantize(head, class_predicate=quantised)
         head.eval()
         head.load_weights(list(weights.items()))
+        check_scales(head)
     except LoadError as error:
         raise LoadError(f"{found.directory}: {error}") from error
     except Exception as error:  # a wrong configuration or file makes MLX raise anything
         raise LoadError(f"{found.directory}: {reason(error)}") from error
     return head
+
+
+def _known_of(found: HeadFiles, target_config: Config) -> frozenset[str]:
+    """The settings of Qwen's MTP that its target has, too: it is one of the target's layers."""
+    return frozenset(text_of(target_config)) if found.kind is QwenMTP else frozenset()
 
 
 def _belongs(kind: type[Head], target_config: Config) -> bool:
