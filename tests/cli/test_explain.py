@@ -183,6 +183,7 @@ def test_all_options_that_say_what_is_generated_are_those_of_generate():
         "concurrency",
         "prompt_cache_file",
         "as_json",
+        "compare",
         "stats",
         "logprobs",
         "quiet",
