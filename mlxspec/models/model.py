@@ -78,12 +78,14 @@ def load(
     if adapters is not None:
         model = _with_adapters(model, adapters)
     widen(model)
-    if not lazy:
-        evaluate(model, directory)
+    if not lazy:  # the weights are read while the tokenizer is built
+        mx.async_eval(model.parameters())
 
     from .tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(directory, config.get("eos_token_id"), tokenizer_config)
+    if not lazy:
+        evaluate(model, directory)
     seconds = time.perf_counter() - started
     _log.info("loaded %s from %s in %.1f s", path_or_hf_repo, directory, seconds)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
