@@ -283,7 +283,7 @@ def messages(path: Path) -> list[dict[str, str]]:
 
 def test_what_is_typed_during_an_answer_waits_at_the_prompt(endless: Path, tmp_path: Path) -> None:
     with Terminal(columns=80) as window:
-        process = start(endless, window.terminal, "--no-history")
+        process = start(endless, window.terminal, "--no-history", "--no-color")
         window.read(until=PROMPT)
         window.type("early\r")
         window.read(until=LINE.strip())
