@@ -87,7 +87,7 @@ def convert(
         about = None
         if hf_path is None:
             source = local_path(torch_path or "")
-            if not source.is_dir():
+            if not os.path.isdir(source):  # also if its name is too long
                 raise LoadError(no_such_model(os.fspath(torch_path or "")))
             model, config = load_original(source, Path(d))
         elif head:

@@ -86,7 +86,7 @@ def no_such_model(name: str) -> str:
             f"{name}: a GGUF file; convert it to a directory with gguf2mlx (pip install gguf2mlx; "
             "gguf2mlx --input FILE --output DIRECTORY)"
         )
-    if path.is_file():
+    if os.path.isfile(path):  # False also if the name is too long
         return f"{name}: a file, not a model's directory; {_USE_MLX}"
     if near := _similar_directory(path):
         return f"{name}: no such directory; did you mean {near}?"

@@ -72,10 +72,17 @@ class Window:
         return process
 
 
+def after_loading(shown: str) -> str:
+    """What a terminal shows after it has erased the bar "Loading"."""
+    bar, _, rest = shown.rpartition("\x1b[2K")
+    assert "Loading" in bar
+    return rest
+
+
 def test_a_terminal_gets_two_colours_and_a_panel_that_fits_its_width(endless: Path):
     with Window(columns=40) as window:
         process = window.run(endless, "--prompt", "a", "--max-tokens", "20", "--n-draft", "10")
-        shown = window.read()
+        shown = after_loading(window.read())
         assert process.wait() == 0
     assert re.search(r"\x1b\[1;38;5;32m (two|three|four)\x1b\[0m", shown)
     plain = re.sub(r"\x1b\[[\d;]*m", "", shown)
@@ -88,7 +95,7 @@ def test_a_terminal_gets_two_colours_and_a_panel_that_fits_its_width(endless: Pa
 def test_a_terminal_gets_no_control_sequence_of_the_model(hostile: Path):
     with Window(columns=80) as window:
         process = window.run(hostile, "--prompt", "a", "--no-color", "--decoder", "plain")
-        shown = window.read()
+        shown = after_loading(window.read())
         assert process.wait() == 0
     assert shown.startswith("safe␛[2J␛]0;owned␇\ufffd31m\ufffd␡end\n")
     assert "\x1b" not in shown

@@ -200,7 +200,7 @@ def test_a_checkpoint_that_cannot_be_read_is_told_and_not_the_output(tmp_path: P
     source = tmp_path / ("x" * 300)
     with pytest.raises(LoadError) as error:
         convert(torch_path=source, mlx_path=tmp_path / "out")
-    assert str(error.value) == f"{source / 'params.json'}: cannot be read (File name too long)"
+    assert str(error.value).startswith(f"{source}: no such directory")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -284,7 +284,7 @@ def test_a_vocabulary_is_made_once_and_forgets_constraints_it_has_not_seen_for_l
     tokenizer, vocabulary = vocabulary_of("bytes")
     assert Vocabulary.of(tokenizer, vocabulary.vocab_size) is vocabulary
     monkeypatch.setattr(grammar, "_LEAST_BYTES", 100)
-    monkeypatch.setattr(grammar, "_MOST_KEPT", 300)
+    monkeypatch.setattr(grammar, "_MOST_KEPT", 3 * 2 * grammar._BYTES_PER_CHARACTER)
     forgetful = Vocabulary(tokenizer, vocabulary.vocab_size)
     short = [Constraint.regex(f"a{number}") for number in range(5)]
     for constraint in (*short, short[3]):

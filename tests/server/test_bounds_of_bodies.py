@@ -242,10 +242,10 @@ def test_special_tokens_are_not_the_clients_to_set(http: httpx.Client, name: str
 
 
 def test_the_operator_may_set_special_tokens() -> None:
-    tokenizer = chat_tokenizer(template="{{ bos_token }}{{ note }}")
+    tokenizer = chat_tokenizer(template="{{ bos_token }}{{ note }}{{ messages[0].content }}")
     request = parse(ChatBody, {"messages": HELLO, "chat_template_kwargs": {"note": " b"}})
     prompt = chat_prompt(request, tokenizer, arguments={"bos_token": "a", "note": " c"})
-    assert tokenizer.decode(prompt.tokens) == "a b"
+    assert tokenizer.decode(prompt.tokens) == f"a b{HELLO[0]['content']}"
 
 
 # --- numbers that JSON has not ---

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,6 +29,12 @@ from mlxspec.server.worker import Worker
 from tests.support.demo import FLAT, given_costs, stand_in
 from tests.support.llamas import repetitive_llama
 from tests.support.serving import served
+
+
+@pytest.fixture(autouse=True)
+def own_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is measured anew, since what threads of other tests take would count."""
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path))
 
 HELLO = [{"role": "user", "content": "Hello there"}]
 PATHS: dict[str, dict[str, Any]] = {
