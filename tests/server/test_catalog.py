@@ -36,6 +36,7 @@ def own_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is measured anew, since what threads of other tests take would count."""
     monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path))
 
+
 HELLO = [{"role": "user", "content": "Hello there"}]
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO, "max_tokens": 6},
