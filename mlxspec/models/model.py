@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,7 +30,13 @@ from .model_files import (
     read_json_object,
 )
 
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
 _log = logging.getLogger(__name__)
+
+OnRead = Callable[[int], object]
+"""Called after each array is read, with the array's number of bytes."""
 
 
 def load(
@@ -70,6 +76,33 @@ def load(
     Raises:
         LoadError: a file is missing, damaged or not supported; the message says how to fix it.
     """
+    model, tokenizer, config = load_parts(
+        path_or_hf_repo,
+        tokenizer_config,
+        model_config,
+        adapter_path,
+        revision,
+        None if lazy else lambda nbytes: None,
+    )
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def load_parts(
+    path_or_hf_repo: str | Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapter_path: str | Path | None = None,
+    revision: str | None = None,
+    on_read: OnRead | None = None,
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """Load a model, its tokenizer and its settings; the arguments are as for :func:`load`.
+
+    Args:
+        on_read: as for :func:`evaluate`; with None, the weights stay on disk until they are used.
+
+    Raises:
+        LoadError: as :func:`load`.
+    """
     open_standard_streams()  # for programs that have closed them
     started = time.perf_counter()
     adapters = None if adapter_path is None else find_adapters(adapter_path)
@@ -78,17 +111,17 @@ def load(
     if adapters is not None:
         model = _with_adapters(model, adapters)
     widen(model)
-    if not lazy:  # the weights are read while the tokenizer is built
+    if on_read:  # the weights are read while the tokenizer is built
         mx.async_eval(model.parameters())
 
     from .tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(directory, config.get("eos_token_id"), tokenizer_config)
-    if not lazy:
-        evaluate(model, directory)
+    if on_read:
+        evaluate(model, directory, on_read)
     seconds = time.perf_counter() - started
     _log.info("loaded %s from %s in %.1f s", path_or_hf_repo, directory, seconds)
-    return (model, tokenizer, config) if return_config else (model, tokenizer)
+    return model, tokenizer, config
 
 
 def load_lazily(
@@ -216,16 +249,13 @@ def widen(model: nn.Module) -> None:
         model.apply(lambda p: p.astype(mx.float32) if p.dtype in half else p)
 
 
-OnRead = Callable[[int], object]
-
-
 def evaluate(model: nn.Module, source: str | Path, on_read: OnRead = lambda nbytes: None) -> None:
     """Read the weights one array at a time, so that memory never holds all of them twice.
 
     Args:
         model: the model, loaded lazily.
         source: the path or name of the model, for errors.
-        on_read: called after each array is read, with the array's number of bytes.
+        on_read: reports progress.
 
     Raises:
         LoadError: the weights cannot be read.
