@@ -53,25 +53,21 @@ class LoadedModel:
         self._measuring = threading.Lock()
 
     @cached_property
-    def _probes(self) -> Probes:
-        return Probes(self.model)
-
-    @cached_property
     def capability(self) -> Capability:
         """Which drafts the model can verify, as trial steps have shown."""
-        capability, reason = self._probes.drafts
+        capability, reason = Probes(self.model).drafts
         _log.info("drafts that the model can verify: %s (%s)", capability.value, reason)
         return capability
 
     @cached_property
     def chain_capability(self) -> Capability:
         """How the model can verify chains, which fewer trial steps show."""
-        return self._probes.chains
+        return Probes(self.model).chains
 
     @cached_property
     def joint_mode(self) -> JointMode:
         """How several sequences share one forward, as trial steps have shown."""
-        mode, _ = self._probes.joint
+        mode, _ = Probes(self.model).joint
         _log.info("how several sequences share forwards: %s", mode.value)
         return mode
 

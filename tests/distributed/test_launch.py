@@ -35,9 +35,10 @@ def test_an_interrupt_comes_after_the_block() -> None:
 
 
 def test_without_an_interrupt_nothing_comes() -> None:
+    usual = signal.getsignal(signal.SIGINT)
     with uninterrupted():
-        pass
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is not usual
+    assert signal.getsignal(signal.SIGINT) is usual
 
 
 def _interrupt_inside(reached: list[str]) -> None:

@@ -120,7 +120,8 @@ def test_options_that_save_memory_are_taken_into_account(options: dict[str, int]
 def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
     model = ARCHITECTURES["llama3"].model()
     estimates, found = [], []
-    # What is held at once depends on how far MLX's thread is behind the one that frees.
+    # What is held at once depends on how far MLX's thread is behind the one that frees: by some
+    # percent, even at the median.
     for _ in range(9):
         mx.synchronize()
         mx.reset_peak_memory()
@@ -128,7 +129,7 @@ def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
         found.append(mx.get_peak_memory() - before - real)
         shutil.rmtree(cache_directory() / "forward_memory", ignore_errors=True)
         estimates.append(CacheMemory(model).forward_bytes(130, rows=64))
-    assert 0.1 * median(estimates) < median(found) < median(estimates)
+    assert 0.1 * median(estimates) < median(found) < 1.05 * median(estimates)
 
 
 def test_what_a_forward_takes_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
