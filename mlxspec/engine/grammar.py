@@ -206,7 +206,7 @@ class Grammar:
         Reasoning takes at most half of ``max_tokens``, so that the rest is left for the answer.
         """
         other = copy.copy(self)
-        other._most_free = max_tokens // 2
+        other._most_free = max_tokens / 2
         other._place = self._beginning_of(0)
         return other
 

@@ -118,6 +118,19 @@ _Result = TypeVar("_Result")
 _Chat = TypeVar("_Chat", bound=ApiBody)
 
 
+async def _held(lock: asyncio.Lock | asyncio.Semaphore, make: Callable[[], _Result]) -> _Result:
+    """Call a function in a thread, and hold a lock until it returns.
+
+    If the client leaves, the thread goes on, and so does the lock.
+    """
+
+    async def run() -> _Result:
+        async with lock:
+            return await run_in_threadpool(make)
+
+    return await asyncio.shield(asyncio.create_task(run()))
+
+
 @dataclass
 class Endpoints:
     """The endpoints of the three APIs.
@@ -322,7 +335,8 @@ class Endpoints:
         async def respond() -> Response:
             served = await self.catalog.use(entry, request.state.uses)
             prompts = await read_prompts(served, body)
-            answer.read_with(served.decoder.tokenizer, prompts[0].format)
+            read = partial(answer.read_with, served.decoder.tokenizer, prompts[0].format)
+            await self._tokenized(served, read)
             return await self._respond(request, served, body, prompts, answer)
 
         if not body.stream or entry.state == "loaded":
@@ -348,8 +362,7 @@ class Endpoints:
 
     async def _tokenized(self, served: ServedModel, make: Callable[[], _Result]) -> _Result:
         """Call a function that uses a model's tokenizer, in a thread outside the event loop."""
-        async with self._tokenizing[served.name]:
-            return await run_in_threadpool(make)
+        return await _held(self._tokenizing[served.name], make)
 
     async def _chat_prompt(self, served: ServedModel, body: ApiBody) -> Prompt:
         longest, arguments = served.context_length, served.template_arguments
@@ -441,8 +454,7 @@ class Endpoints:
         try:
             make = partial(Vocabulary.of, decoder.tokenizer, decoder.vocab_size)
             vocabulary = await self._tokenized(served, make)
-            async with self._compiling:
-                return await run_in_threadpool(Grammar, prompt.constraint, vocabulary)
+            return await _held(self._compiling, partial(Grammar, prompt.constraint, vocabulary))
         except OptionError as error:
             if vocabulary is None and not body.constraint and not body.forced_tool:
                 return None  # tools work without it, though their schemas are not enforced

@@ -116,7 +116,7 @@ _MARK = re.compile(
     rb"""
     (?P<string>") | (?P<begin>[\[{]) | (?P<end>[\]}])
     | (?P<word>[^\s\[\]{},:"]{1,65536}+)    # a number, or another value
-    | (?P<gap>[\s,:]{1024,65536}+)
+    | (?P<gap>[\s,:]{16,65536}+)
     """,
     re.VERBOSE,
 )

@@ -182,7 +182,8 @@ class Catalog:
         of_start = {entry.path for entry in self.at_start}
         for name, entry in new.items():
             known = self._entries.get(name)
-            if entry.path not in of_start and (known is None or known.is_unused):
+            replaces = known is None or (known.is_unused and known not in self.at_start)
+            if entry.path not in of_start and replaces:
                 self._entries[name] = entry  # its files may have been replaced
 
     async def named(self, name: str | None, strict: bool = True) -> Entry:

@@ -249,11 +249,12 @@ class MessagesAnswer(ApiAnswer):
     def whole(self) -> dict[str, Any]:
         (choice,) = self.choices
         assert choice.end
-        return {
-            **self._message,
-            "content": [_whole_block(part, choice.cut) for part in choice.parts],
-            **self._ending(choice, choice.end),
-        }
+        content = [_whole_block(part, choice.cut) for part in choice.parts]
+        ending = self._ending(choice, choice.end)
+        if not any(block["type"] == "tool_use" for block in content):
+            # Calls with invalid arguments have become text.
+            ending["stop_reason"] = ending["stop_reason"].replace("tool_use", "end_turn")
+        return {**self._message, "content": content, **ending}
 
     def keep_alive(self) -> str:
         return framed({"type": "ping"})

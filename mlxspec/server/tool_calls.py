@@ -78,7 +78,7 @@ _TYPES = {
     **{"dict": "object", "list": "array"},
 }
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
-_JSON_WORD = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
+_JSON_WORD = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null", re.ASCII)
 _DEEPEST = 64  # levels of values
 
 
@@ -332,7 +332,8 @@ def _json_call(read: TextReader, tools: Tools, calls: Calls) -> Reading[None]:
         yield from read.space()
         yield from read.one_of(":")
         yield from read.space()
-        if key in _ARGUMENTS and "name" in found and (yield from read.peek()) == "{":
+        is_first = key in _ARGUMENTS and not found.keys() & {*_ARGUMENTS}
+        if is_first and "name" in found and (yield from read.peek()) == "{":
             found[key] = yield from _object(read, calls.grow(_text_of(found["name"])))
         else:
             pieces = []
@@ -343,16 +344,19 @@ def _json_call(read: TextReader, tools: Tools, calls: Calls) -> Reading[None]:
         yield from read.space()
         mark = yield from read.one_of(",", "}")
     name = tools.checked(_text_of(found.get("name", "")))
-    arguments = next((found[key] for key in _ARGUMENTS if key in found), "{}")
+    # If both are there, the first counts, which may have been sent already.
+    arguments = next((found[key] for key in found if key in _ARGUMENTS), "{}")
     if arguments.startswith('"'):  # some models write the object as a string
         arguments = yield from _object(_reader_of(_text_of(arguments) or "{}"), _nowhere)
     elif arguments == "null":
         arguments = "{}"
     if not arguments.startswith("{"):
         raise Unexpected
-    calls.add(name, arguments, _text_of(found.get("id", "")))
+    call_id = _text_of(found.get("id", ""))
+    calls.add(name, arguments, call_id if _ID.fullmatch(call_id) else "")
 
 
+_ID = re.compile(r"[\w.:-]+", re.ASCII)
 _ARGUMENTS = ("arguments", "parameters")
 
 
@@ -659,7 +663,7 @@ def _gemma_key(read: TextReader, quote: str, schema: object) -> Reading[str]:
             yield from read.one_of(":", "=")
             return key
     properties = schema.get("properties") if isinstance(schema, dict) else None
-    known = [name for name in properties or () if isinstance(name, str)]
+    known = [*properties] if isinstance(properties, dict) else []
     key, mark = yield from read.find(":", "=", most=_LONGEST_TAG)
     while any(name.startswith(key + mark) for name in known):
         more, following = yield from read.find(":", "=", most=_LONGEST_TAG)
