@@ -124,7 +124,8 @@ class TokenPrinter:
             elif self._column + cells > width > 1:
                 written, run = written + self._painted(run, from_draft), ""
                 taken = sum(cell_len(one) for one, _ in self._word)
-                moved = self._word if taken < self._column and not character.isspace() else []
+                moves = 0 < taken < self._column and not character.isspace()
+                moved = self._word if moves else []
                 if moved:
                     written += f"\x1b[{taken}D\x1b[K"
                 written += "\n" + "".join(self._painted(*one) for one in moved)
@@ -135,7 +136,7 @@ class TokenPrinter:
             if character != "\n":
                 self._column += cells
                 # Between wide characters, as in Chinese, a line may break.
-                breaks = character.isspace() or cells > 1
+                breaks = character.isspace() or cells > 1 or (not cells and not self._word)
                 self._word = [] if breaks else [*self._word, (character, from_draft)]
         return written + self._painted(run, from_draft) if run else written
 

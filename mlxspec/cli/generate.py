@@ -227,8 +227,11 @@ def decode_plainly(
     difference = first_difference(
         decoder.model, tokens, plain.tokens, result.tokens, generation.sampling
     )
+    sampling, kv_bits = generation.sampling, generation.caches.kv_bits
     if difference is None:
         text = "same text"
+    elif generation.constraint or kv_bits or sampling.xtc_probability:
+        text = "differs"  # the logits that were compared are not those of the choice
     else:
         text = "near tie" if difference.near_tie else "other text"
     return PlainDecoding(plain.generation_tps, text)

@@ -43,7 +43,7 @@ from ..errors import OptionError
 from .caches import parts
 from .capability import chain_capability, joint_mode
 from .joint import JointMode
-from .model_sizes import cache_kinds, context_length
+from .model_sizes import cache_kinds, context_length, settings_of
 from .params import SamplingParams
 from .patches import split_attention
 from .sampling import Chooser
@@ -78,7 +78,7 @@ def model_identity(model: nn.Module) -> Identity:
     """
     weights = tree_flatten(model.parameters())
     digest = hashlib.sha256(type(model).__module__.encode())
-    digest.update(repr(getattr(model, "args", None)).encode())
+    digest.update(repr(settings_of(model)).encode())
     for name, weight in sorted(weights):
         digest.update(f"{name} {weight.shape} {weight.dtype}\n".encode())
     parameters = get_total_parameters(model)

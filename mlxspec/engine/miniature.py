@@ -66,26 +66,28 @@ def miniature(model: nn.Module) -> nn.Module | None:
     depth = 1 + max(kinds.index(kind) for kind in kinds)
     depth = min(len(kinds), max(2, depth))
     wanted, tokens = _rules(model), _least_vocabulary(model)
-    nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    most = max(_MOST_SHARE * _nbytes(model), _SMALL)
     for shrink in (_narrow, _flat):
         for layers in dict.fromkeys((depth, len(kinds))):
             small = copy.deepcopy(settings)
             try:
                 _shrink(small, len(kinds), layers, tokens, shrink)
-                found = _random(type(model), small, model)
+                found = _random(type(model), small, model, most)
                 _as_loaded(found, model)
                 mx.eval(found(mx.array([[0, 1]]), cache=make_prompt_cache(found)))
-                fits = _rules(found) == wanted
+                if _rules(found) == wanted:
+                    return found
             except Exception as error:  # a class may require any relation between its settings
                 _log.debug("no miniature with %d layers: %s", layers, error)
-                continue
-            own = sum(array.nbytes for _, array in tree_flatten(found.parameters()))
-            if fits and own < max(_MOST_SHARE * nbytes, _SMALL):
-                return found
     return None
 
 
 _SMALL = 1 << 24  # bytes; a miniature of this size is always fast enough
+
+
+def _nbytes(model: nn.Module) -> int:
+    """The bytes of a model's weights, which need not have been evaluated."""
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
 
 
 def _shrink(
@@ -183,12 +185,18 @@ _LIVELY = 4.0  # with MLX's small initial weights, the context would hardly matt
 _LEFT_AS_THEY_ARE = "embed", "wte", "conv", "lm_head", "gate.weight"
 
 
-def _random(kind: type[nn.Module], settings: Any, like: nn.Module) -> nn.Module:
-    """A model of this class with random weights, in the data type of another model."""
+def _random(kind: type[nn.Module], settings: Any, like: nn.Module, most: float) -> nn.Module:
+    """A model of this class with random weights, in the data type of another model.
+
+    Raises:
+        ValueError: it would have more than ``most`` bytes.
+    """
     with restored_mlx_state():
         mx.random.seed(0)
         found = kind(settings)
         found.eval()
+        if _nbytes(found) > most:  # before the weights take any memory
+            raise ValueError("too large")
         found.update(tree_map_with_path(_livelier, found.parameters()))
         mx.eval(found.parameters())
     types = {array.dtype for _, array in tree_flatten(like.parameters())}
@@ -258,12 +266,15 @@ def _modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _class_name(module: nn.Module) -> str:
     """The name of a module's class; the same for all forms of a linear layer's weights."""
-    name = re.sub("^Quantized|^LoRA|^DoRA", "", type(module).__name__)
+    kind = type(module)
+    if kind.__name__ == "Overridden":  # see HiddenStates
+        (kind,) = kind.__bases__
+    name = re.sub("^Quantized|^LoRA|^DoRA", "", kind.__name__)
     return "Embedding" if "Embedding" in name else name
 
 
 _INDEX = re.compile(r"\b\d+\b")
-_OWN_INDEX = "layer_idx", "layer_id", "layer_index", "idx"
+_NO_RULES = "layer_idx", "layer_id", "layer_index", "idx", "mode"  # the mode of quantised weights
 
 
 def _module_kind(path: str, module: nn.Module, with_sizes: bool) -> Any:
@@ -272,7 +283,7 @@ def _module_kind(path: str, module: nn.Module, with_sizes: bool) -> Any:
     values = [
         (name, value)
         for name, value in vars(module).items()
-        if isinstance(value, kept) and name not in _OWN_INDEX and not name.startswith("_")
+        if isinstance(value, kept) and name not in _NO_RULES and not name.startswith("_")
     ]
     values += [
         (name, value.shape)

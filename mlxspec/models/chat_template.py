@@ -49,7 +49,7 @@ def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) 
     Raises:
         PromptError: the template fails, or leaves out the content of a message.
     """
-    fitted = [_fitted(tokenizer, message) for message in messages]
+    fitted = [_fitted(tokenizer, message, how) for message in messages]
     try:
         return tokenizer.apply_chat_template(fitted, **how)
     except Exception as error:  # a template can raise anything
@@ -57,18 +57,20 @@ def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) 
         raise PromptError(f"the chat template failed ({cause})") from error
 
 
-def _fitted(tokenizer: TokenizerWrapper, message: dict[str, Any]) -> dict[str, Any]:
+def _fitted(
+    tokenizer: TokenizerWrapper, message: dict[str, Any], how: Mapping[str, Any]
+) -> dict[str, Any]:
     """A message with its content as a text or as a list of parts, as the template takes it."""
     content, role = message.get("content"), message.get("role")
     if not isinstance(content, str | list) or not isinstance(role, str):
         return message
-    of_template = _shown_contents(tokenizer, role)
+    of_template = _shown_contents(tokenizer, role, how)
     given, other = (str, list) if isinstance(content, str) else (list, str)
     if of_template[given]:
         return message
     if of_template[other]:
         return {**message, "content": _other_form(content)}
-    if of_template[given] is False:
+    if content and of_template[given] is False:
         raise PromptError(
             f"the chat template leaves out the content of messages of the role {role}"
         )
@@ -92,22 +94,29 @@ _MARK = "mark7\nmark4"  # with a character that Python and JSON escape in a list
 _CALL = {"id": "call00001", "type": "function", "function": {"name": "mark", "arguments": {}}}
 
 
-def _shown_contents(tokenizer: TokenizerWrapper, role: str) -> dict[type, bool | None]:
+def _shown_contents(
+    tokenizer: TokenizerWrapper, role: str, how: Mapping[str, Any]
+) -> dict[type, bool | None]:
     """Whether a template shows the contents of a role if they are texts, and if they are lists.
 
     None if it fails. This is found out once, from marked contents.
     """
     known: dict[Any, Any] = vars(tokenizer).setdefault("_mlxspec_shown_contents", {})
-    key = str(getattr(tokenizer, "chat_template", None)), role
+    # Tools may select another template, or another branch of it.
+    selecting = {name: how[name] for name in ("chat_template", "tools") if how.get(name)}
+    template = selecting.get("chat_template") or getattr(tokenizer, "chat_template", None)
+    key = str(template), "tools" in selecting, role
     if key not in known:
         known[key] = {
-            str: _shows(tokenizer, role, _MARK, "mark7"),
-            list: _shows(tokenizer, role, [{"type": "text", "text": _MARK}], _MARK),
+            str: _shows(tokenizer, role, _MARK, "mark7", selecting),
+            list: _shows(tokenizer, role, [{"type": "text", "text": _MARK}], _MARK, selecting),
         }
     return cast("dict[type, bool | None]", known[key])
 
 
-def _shows(tokenizer: TokenizerWrapper, role: str, content: Any, mark: str) -> bool | None:
+def _shows(
+    tokenizer: TokenizerWrapper, role: str, content: Any, mark: str, selecting: Mapping[str, Any]
+) -> bool | None:
     """Whether a template shows a mark in a content of this role; None if it fails."""
     # The other contents are in the same form, since a template may fail at the other one.
     other = "Hello" if isinstance(content, str) else [{"type": "text", "text": "Hello"}]
@@ -124,7 +133,7 @@ def _shows(tokenizer: TokenizerWrapper, role: str, content: Any, mark: str) -> b
     conversation = conversations.get(role, [marked, user])
     try:
         text = tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=True
+            conversation, tokenize=False, add_generation_prompt=True, **selecting
         )
     except Exception:  # a template can raise anything
         return None

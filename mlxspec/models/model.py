@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,9 +29,6 @@ from .model_files import (
     read_config,
     read_json_object,
 )
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 _log = logging.getLogger(__name__)
 
@@ -76,33 +73,6 @@ def load(
     Raises:
         LoadError: a file is missing, damaged or not supported; the message says how to fix it.
     """
-    model, tokenizer, config = load_parts(
-        path_or_hf_repo,
-        tokenizer_config,
-        model_config,
-        adapter_path,
-        revision,
-        None if lazy else lambda nbytes: None,
-    )
-    return (model, tokenizer, config) if return_config else (model, tokenizer)
-
-
-def load_parts(
-    path_or_hf_repo: str | Path,
-    tokenizer_config: dict[str, Any] | None = None,
-    model_config: dict[str, Any] | None = None,
-    adapter_path: str | Path | None = None,
-    revision: str | None = None,
-    on_read: OnRead | None = None,
-) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """Load a model, its tokenizer and its settings; the arguments are as for :func:`load`.
-
-    Args:
-        on_read: as for :func:`evaluate`; with None, the weights stay on disk until they are used.
-
-    Raises:
-        LoadError: as :func:`load`.
-    """
     open_standard_streams()  # for programs that have closed them
     started = time.perf_counter()
     adapters = None if adapter_path is None else find_adapters(adapter_path)
@@ -111,17 +81,15 @@ def load_parts(
     if adapters is not None:
         model = _with_adapters(model, adapters)
     widen(model)
-    if on_read:  # the weights are read while the tokenizer is built
-        mx.async_eval(model.parameters())
+    if not lazy:
+        evaluate(model, directory)
 
     from .tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(directory, config.get("eos_token_id"), tokenizer_config)
-    if on_read:
-        evaluate(model, directory, on_read)
     seconds = time.perf_counter() - started
     _log.info("loaded %s from %s in %.1f s", path_or_hf_repo, directory, seconds)
-    return model, tokenizer, config
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
 def load_lazily(
@@ -150,7 +118,8 @@ def load_lazily(
         raise LoadError(f"{directory}: the model needs a package that is not installed") from error
     except Exception as error:  # a wrong configuration or file makes mlx-lm raise anything
         problem = NO_MODEL if named_kind(config) else reason(error)
-        if method := _quantised_by(config):
+        method = _quantised_by(config)
+        if method and "not supported" not in one_line(error):
             problem = (
                 f"the weights are quantised by {printable(method)}, which mlx-lm cannot read "
                 f"({one_line(error)}); use the original in 16 bits, and quantise it with "

@@ -96,6 +96,8 @@ def no_such_model(name: str) -> str:
 
 
 def _is_gguf(path: Path) -> bool:
+    if not os.path.isfile(path):  # a pipe would wait for a writer
+        return False
     with suppress(OSError), path.open("rb") as file:
         return file.read(4) == b"GGUF"
     return False

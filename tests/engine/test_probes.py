@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 import mlxspec
 from mlxspec.engine import capability, probes
 from mlxspec.engine.capability import Capability, chain_capability, examine, examine_joint
+from mlxspec.engine.hidden import HiddenStates
 from mlxspec.engine.joint import JointMode
 from mlxspec.engine.miniature import miniature
 from mlxspec.engine.probes import Probes
@@ -78,6 +79,29 @@ def test_a_miniature_is_in_the_model_s_data_type() -> None:
     small = miniature(model)
     assert small is not None
     assert small.model.embed_tokens.weight.dtype == mx.bfloat16
+
+
+def test_quantised_weights_and_a_head_s_readers_do_not_matter() -> None:
+    model = big()
+    nn.quantize(model, 64, 4)
+    HiddenStates(model)  # replaces the classes of layers
+    small = miniature(model)
+    assert small is not None
+    assert small.model.embed_tokens.weight.shape == (64, 64)
+
+
+def test_weights_of_a_miniature_that_is_too_large_are_never_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mlxspec.engine.miniature._SMALL", 1000)
+    monkeypatch.setattr("mlxspec.engine.miniature._MOST_SHARE", 0.0)
+    model = big()
+    mx.eval(model.parameters())
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    assert miniature(model) is None
+    assert mx.get_peak_memory() - before < 100_000
 
 
 def test_the_user_s_random_numbers_stay_as_they_were() -> None:

@@ -130,6 +130,23 @@ def test_a_tool_s_result_may_be_written_as_json(tokenizer: Any) -> None:
         assert text == 'a question"say \\"x\\"\\n"'
 
 
+def test_tools_and_templates_of_the_call_count(tokenizer: Any) -> None:
+    tokenizer._tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role != 'tool' or tools %}{{ m.content }}{% endif %}"
+        "{% endfor %}"
+    )
+    result = {"role": "tool", "content": "found", "tool_call_id": "call00001"}
+    talk = [*MESSAGES, {"role": "assistant", "content": "so"}, result]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert apply_template(tokenizer, talk, tools=tools, tokenize=False).endswith("found")
+    with pytest.raises(PromptError, match="role tool"):
+        apply_template(tokenizer, talk, tokenize=False)
+    shown = apply_template(tokenizer, talk, chat_template=TEXTS, tokenize=False)
+    assert shown.endswith("<tool>found")
+    empty = [{"role": "tool", "content": ""}]
+    assert apply_template(tokenizer, [*MESSAGES, *empty], tokenize=False) == "a question"
+
+
 def test_parts_other_than_texts_are_refused_where_the_template_takes_texts(tokenizer: Any) -> None:
     tokenizer._tokenizer.chat_template = TEXTS
     picture = {"type": "image_url", "image_url": {"url": "http://x"}}

@@ -231,6 +231,17 @@ def test_a_model_stays_while_a_request_uses_it() -> None:
 
 
 @pytest.mark.slow
+def test_a_model_of_the_start_is_the_one_that_is_found_under_another_path() -> None:
+    async def run() -> None:
+        async with serving(Shelf(Entry("first", "/snapshots/first")), "first") as server:
+            await server.http.get("/v1/models")
+            assert server.entry("first") is server.catalog.at_start[0]
+            await server.said(model="first")
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
 def test_models_of_the_start_stay() -> None:
     async def run() -> None:
         async with serving(two(), "first") as server:

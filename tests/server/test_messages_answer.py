@@ -61,6 +61,14 @@ def whole(made: MessagesAnswer, happened: list[Event]) -> Message:
     return message
 
 
+def test_a_whole_call_with_invalid_arguments_is_text_that_ends_the_turn() -> None:
+    arguments = json.dumps({"a": "x" * 2100})[:-1] + ", 'b': 1}"
+    text = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    message = whole(answer(tools=TOOLS), events(text, length=50))
+    assert [block.type for block in message.content] == ["text"]
+    assert message.stop_reason == "end_turn"
+
+
 def test_a_streamed_text() -> None:
     chunks = streamed(answer(), events("Hello world", cached_tokens=3))
     assert [chunk["type"] for chunk in chunks] == [

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import LoadError, printable
-from ..model import OnRead, check_scales, evaluate, find_adapters, load_parts, reason, widen
+from ..model import OnRead, check_scales, evaluate, find_adapters, load, reason, widen
 from ..model_files import (
     BESIDE,
     WEIGHTS,
@@ -205,7 +205,8 @@ def load_with_head(
         head = head_directory(head)
         find_head(head)
     directory = find_directory(path_or_repo, None)
-    model, tokenizer, _ = load_parts(directory, adapter_path=adapter_path, on_read=on_read)
+    model, tokenizer = load(directory, adapter_path=adapter_path, lazy=True)
+    evaluate(model, directory, on_read)
     return model, tokenizer, head_for(model, head, directory)
 
 
