@@ -20,6 +20,7 @@ import pytest
 import mlxspec
 from mlxspec.errors import LoadError
 from mlxspec.models.model import OnRead
+from mlxspec.server import served_model
 from mlxspec.server.app import create_app
 from mlxspec.server.body import ApiError
 from mlxspec.server.catalog import Catalog, Entry
@@ -33,8 +34,13 @@ from tests.support.serving import served
 
 @pytest.fixture(autouse=True)
 def own_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is measured anew, since what threads of other tests take would count."""
     monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def known_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of forwards is known, since what threads of other tests take would count."""
+    monkeypatch.setattr(served_model, "forward_memory", lambda *_: (10_000, 1.0))
 
 
 HELLO = [{"role": "user", "content": "Hello there"}]
@@ -264,6 +270,7 @@ def bound_for_one() -> tuple[int, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("known_memory")
 def test_a_model_that_needs_the_room_takes_it_from_the_one_used_longest_ago() -> None:
     bound, nbytes = bound_for_one()
 
@@ -317,6 +324,7 @@ def test_an_idle_model_makes_room_for_a_request() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("known_memory")
 def test_a_model_that_never_fits_is_refused_with_the_sizes() -> None:
     bound, nbytes = bound_for_one()
 
@@ -561,6 +569,7 @@ def test_a_stream_that_waits_in_vain_ends_with_the_error() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("known_memory")
 def test_a_model_whose_files_are_replaced_has_its_new_sizes() -> None:
     bound, nbytes = bound_for_one()
 
