@@ -74,6 +74,17 @@ def write_kept(path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
     return True
 
 
+_MOST_FILES = 64
+
+
+def write_among_newest(path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
+    """Write a file like :func:`write_kept`, and keep only the newest files of its directory."""
+    written = write_kept(path, kind, content)
+    for old in oldest_first(path.parent)[:-_MOST_FILES] if written else ():
+        old.unlink(missing_ok=True)
+    return written
+
+
 def oldest_first(directory: Path) -> list[Path]:
     """The JSON files in a directory, from the oldest to the newest."""
     found = []
@@ -208,7 +219,6 @@ class CostCache:
 _EXPERIENCE_VERSION = 3
 _KIND_TOKENS = 32
 _MOST_KINDS = 16
-_MOST_FILES = 64
 _SECONDS_BETWEEN_SAVES = 30.0
 
 
@@ -308,9 +318,7 @@ class Experience:
             for feature, weight in [*self.corrections.items()]  # other threads may be learning
             if feature < TOKEN_FEATURES
         }
-        self._has_file = write_kept(self._path, _WEIGHTS, _Weights(weights))
-        for path in experience_files()[:-_MOST_FILES] if self._has_file else ():
-            path.unlink(missing_ok=True)
+        self._has_file = write_among_newest(self._path, _WEIGHTS, _Weights(weights))
 
 
 def experience_files() -> list[Path]:

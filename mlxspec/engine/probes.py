@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlx_lm.models import base, cache
 from pydantic import TypeAdapter
 
-from ..drafting.learned import cache_directory, oldest_first, read_kept, write_kept
+from ..drafting.learned import cache_directory, read_kept, write_among_newest
 from .capability import chain_capability, examine, examine_joint
 from .costs import machine_identity, model_identity
 from .joint import JointMode
@@ -30,7 +30,6 @@ from .target import Capability
 _log = logging.getLogger(__name__)
 
 _WHAT = "findings about a model"
-_MOST_FILES = 64
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,6 @@ class Probes:
 
     def _keep(self, **found: Any) -> Findings:
         self._findings = replace(self._findings, **found)
-        if self._path and write_kept(self._path, _FINDINGS, self._findings):
-            for path in oldest_first(self._path.parent)[:-_MOST_FILES]:
-                path.unlink(missing_ok=True)
+        if self._path:
+            write_among_newest(self._path, _FINDINGS, self._findings)
         return self._findings

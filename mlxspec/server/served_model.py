@@ -21,7 +21,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, TypeAdapter
 from ..corpus.memory import MAX_TOKENS, Memory
 from ..corpus.suffix_index import MOST_BYTES
 from ..drafting.drafter import Drafter
-from ..drafting.learned import cache_directory, oldest_first, read_kept, write_kept
+from ..drafting.learned import cache_directory, read_kept, write_among_newest
 from ..engine.costs import forward_memory, machine_identity, model_identity
 from ..engine.model_sizes import CacheKind, cache_kinds, context_length
 from ..engine.params import CacheOptions
@@ -141,14 +141,11 @@ class CacheMemory:
         if found is None:
             with mx.stream(generation_stream):
                 found = together(forward_memory, self.model, self.options.max_kv_size)
-            write_kept(path, _FORWARD_MEMORY, found)
-            for old in oldest_first(path.parent)[:-_MOST_FILES]:
-                old.unlink(missing_ok=True)
+            write_among_newest(path, _FORWARD_MEMORY, found)
         return found, _SCORES * 4 * vocabulary_size(self.model)
 
 
 _FORWARD_MEMORY = TypeAdapter(tuple[NonNegativeInt, NonNegativeFloat])
-_MOST_FILES = 64
 
 
 def _taken(kinds: list[CacheKind], tokens: int) -> int:
