@@ -21,7 +21,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..drafting.drafter import DraftTree
 from ..errors import OptionError
-from ..models.reasoning import reasoning_markers
+from ..models.reasoning import reasoning_markers, token_of
 from ..models.tokenizer import token_bytes
 from .compiling import compiled, in_one_line
 from .compiling_process import ByteTokens
@@ -154,12 +154,6 @@ def _special_tokens(tokenizer: TokenizerWrapper, vocab_size: int) -> set[int]:
     markers = (token_of(tokenizer, name) for name in names)
     special |= {token for token in markers if token is not None}
     return {token for token in special if 0 <= token < vocab_size}
-
-
-def token_of(tokenizer: TokenizerWrapper, marker: str) -> int | None:
-    """The token of a marker; None if it is not a single token."""
-    token: int | None = tokenizer.get_vocab().get(marker)
-    return token
 
 
 def _bytes_of(tokenizer: TokenizerWrapper, token: int) -> bytes:

@@ -8,7 +8,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..engine.params import Constraint, Phase, Phases
 from ..errors import OptionError
-from ..models.reasoning import reasoning_markers
+from ..models.reasoning import reasoning_markers, token_of
 
 _AFTER_REASONING = r"[ \n]{1,4}"  # white space that templates insert and parsers of answers drop
 
@@ -40,7 +40,7 @@ def in_answer(
         OptionError: the model ends its reasoning with several tokens.
     """
     opens, closes = (
-        _only_token(tokenizer, marker) for marker in reasoning_markers(tokenizer) or ("", "")
+        token_of(tokenizer, marker) for marker in reasoning_markers(tokenizer) or ("", "")
     )
     if reasons and closes is None:
         raise OptionError(
@@ -61,12 +61,6 @@ def in_answer(
     if reasons:
         phases[text] = phases[reasoning]
     return tuple(phases)
-
-
-def _only_token(tokenizer: TokenizerWrapper, marker: str) -> int | None:
-    """A marker's token; None if the marker is not exactly one token."""
-    token: int | None = tokenizer.get_vocab().get(marker)
-    return token
 
 
 def leaves_reasoning_open(text: str, tokenizer: TokenizerWrapper) -> bool:

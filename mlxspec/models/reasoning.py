@@ -17,6 +17,12 @@ def reasoning_markers(tokenizer: TokenizerWrapper) -> tuple[str, str] | None:
     return next((pair for pair in _MARKERS if has_tokens(tokenizer, pair)), None)
 
 
+def token_of(tokenizer: TokenizerWrapper, marker: str) -> int | None:
+    """The token of a marker; None if it is not a single token."""
+    token: int | None = tokenizer.get_vocab().get(marker)
+    return token
+
+
 def has_tokens(tokenizer: TokenizerWrapper, names: Sequence[str]) -> bool:
     """Whether a tokenizer has tokens with these names. This does not copy its vocabulary."""
     ids = [tokenizer.convert_tokens_to_ids(name) for name in names]

@@ -9,14 +9,13 @@ from typing import Any, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..engine.grammar import token_of
 from ..engine.json_schema import enforceable
 from ..engine.params import ONE_LINE, Constraint, Phases
 from ..errors import OptionError, PromptError
 from ..generation.chat_answer import in_answer, leaves_reasoning_open
 from ..models.chat_template import apply_template, reserved_arguments
 from ..models.model import encode_prompt
-from ..models.reasoning import reasoning_markers
+from ..models.reasoning import reasoning_markers, token_of
 from ..models.tokenizer import detokenizer_of
 from .body import ApiError
 from .openai import CompletionBody
