@@ -44,7 +44,7 @@ from .target import Capability, Target
 _MOST_PADDING, _SHORT = 2, 4096
 
 
-class JointMode(enum.Enum):
+class JointMode(enum.StrEnum):
     """How several sequences can share one forward of a model; the cheapest mode comes first."""
 
     SPLIT = "joint"

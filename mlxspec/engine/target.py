@@ -47,7 +47,7 @@ For each, a snapshot of the states that cannot be cut is kept.
 _AFTER_MARK = 16  # tokens after a mark: more than open an answer in any chat template
 
 
-class Capability(enum.Enum):
+class Capability(enum.StrEnum):
     """Which drafts a target can verify; the greatest capability comes first."""
 
     TREE = "tree"

@@ -16,7 +16,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
-from pydantic import NonNegativeFloat, NonNegativeInt, TypeAdapter
 
 from ..corpus.memory import MAX_TOKENS, Memory
 from ..corpus.suffix_index import MOST_BYTES
@@ -137,15 +136,12 @@ class CacheMemory:
         ]
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
         path = cache_directory() / "forward_memory" / f"{digest}.json"
-        found = read_kept("memory of forwards", path, _FORWARD_MEMORY)
+        found = read_kept("memory of forwards", path, tuple[int, float])
         if found is None:
             with mx.stream(generation_stream):
                 found = together(forward_memory, self.model, self.options.max_kv_size)
-            write_among_newest(path, _FORWARD_MEMORY, found)
+            write_among_newest(path, found)
         return found, _SCORES * 4 * vocabulary_size(self.model)
-
-
-_FORWARD_MEMORY = TypeAdapter(tuple[NonNegativeInt, NonNegativeFloat])
 
 
 def _taken(kinds: list[CacheKind], tokens: int) -> int:
