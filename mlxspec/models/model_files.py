@@ -261,7 +261,7 @@ def check_weights(directory: Path) -> list[mx.array]:
 
 _IN_16_BITS = "use the original in 16 bits, and quantise it with `mlxspec convert -q`"
 _UNSUPPORTED = {
-    "F64": "cast it to float32 and save it again",
+    "F64": "convert the model with `mlxspec convert`, which casts it",
     **dict.fromkeys(("F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2"), _IN_16_BITS),
 }
 """Types of tensors in safetensors files that MLX cannot read, each with a remedy."""
@@ -299,11 +299,20 @@ def check_weights_file(path: Path) -> dict[str, mx.array]:
 
 def _unsupported_type(path: Path) -> str:
     """The error about the first tensor of a whole file whose type MLX cannot read."""
-    from safetensors import safe_open
-
-    with safe_open(path, "np") as file:
-        types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    types = tensor_types(path)
     known = [(name, kind) for name, kind in types.items() if kind in _UNSUPPORTED]
     name, kind = known[0] if known else next(iter(types.items()))
     named = f"the tensor {printable(name)} has the type {kind}"
     return f"{named}, which MLX cannot read; {_UNSUPPORTED.get(kind, _IN_16_BITS)}"
+
+
+def tensor_types(path: Path) -> dict[str, str]:
+    """The type of each tensor in a safetensors file, such as "BF16"; empty if it is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    check_not_special(path)
+    try:
+        with safe_open(path, "np") as file:
+            return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return {}
