@@ -292,7 +292,8 @@ def _edited_yaml(text: str, settings: Settings) -> str:
         text += "\n"
     root = yaml.compose(text, yaml.SafeLoader)
     if root is None:  # comments at most
-        _merge(new := {}, settings)
+        new: dict[str, Any] = {}
+        _merge(new, settings)
         return text + _block(new, 0)
     edited, after = "", 0
     edits = _edits(text, root, _parse(YAML, text), settings)
