@@ -418,9 +418,10 @@ class Endpoints:
             check_ids(ids, served.decoder.vocab_size, param, served.decoder.tokenizer)
         if not tokens:
             raise ApiError(f"{body.param} has no tokens: send a text.", param=body.param)
-        length = len(tokens) + (body.max_tokens or 1)
-        length = min(length, served.context_length or length)
-        await self.catalog.make_room_for(served.memory.needs(length))
+        for answer in (body.max_tokens or 1, 1):  # the second if the first could never fit
+            length = len(tokens) + answer
+            length = min(length, served.context_length or length)
+            await self.catalog.make_room_for(served.memory.needs(length))
         max_tokens = self._worker.memory.max_tokens_for(served, len(tokens), body, self.max_tokens)
         grammar = await self._grammar(served, body, prompt)
 

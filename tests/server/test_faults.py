@@ -795,7 +795,10 @@ def test_requests_wait_for_memory() -> None:
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.result().json()["choices"][0]["text"] == alone(prompt, 16)
         assert max(at_once) == 2
-        refused = post(server, TEXT, {"prompt": "a", "max_tokens": 30_000})
+        cut = post(server, TEXT, {"prompt": "a b", "max_tokens": 30_000}).json()["choices"][0]
+        assert cut["finish_reason"] == "length"
+        assert cut["text"].startswith(alone("a b", 16))
+        refused = post(server, TEXT, {"prompt": [5] * 30_000, "max_tokens": 30_000})
         assert (refused.status_code, error_of(refused)["code"]) == (413, "out_of_memory")
         assert "30000" in error_of(refused)["message"]
         assert in_words(memory.room) in error_of(refused)["message"]
