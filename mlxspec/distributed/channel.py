@@ -60,7 +60,7 @@ def _own_addresses() -> list[str]:
     """
     own = [os.environ.get("MLX_JACCL_COORDINATOR", "")]
     if file := os.environ.get("MLX_HOSTFILE"):
-        own = json.loads(Path(file).read_text("utf-8"))[0]
+        own = json.loads(Path(file).read_text("utf-8-sig"))[0]
     hosts = (address.rpartition(":")[0] for address in own)
     return [*filter(None, dict.fromkeys(hosts)), socket.gethostname()]
 

@@ -92,6 +92,16 @@ def test_what_is_there_stays_to_the_letter(name: str, text: str) -> None:
     assert merged(name, new, **wanted) == new
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("x.yaml", CONTINUE), ("x.toml", CODEX), ("x.json", "{}\n")]
+)
+def test_a_byte_order_mark_stays(name: str, text: str) -> None:
+    wanted = NAMED if name == "x.yaml" else OURS
+    new = merged(name, "\ufeff" + text, **wanted)
+    assert new == "\ufeff" + merged(name, text, **wanted)
+    assert merged(name, new, **wanted) == new
+
+
 def test_json_keeps_its_indentation_and_its_escapes() -> None:
     assert merged("x.json", '{\n\t"a": "\\u00e9"\n}\n').startswith('{\n\t"a": "\\u00e9",\n\t"')
     assert '"a": "é"' in merged("x.json", '{"a": "é"}')
