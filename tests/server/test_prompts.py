@@ -91,6 +91,24 @@ def as_messages(messages: list[dict[str, Any]]) -> ApiBody:
     return parse(MessagesBody, {"system": messages[0]["content"], "messages": turns})
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_without_content_is_left_out(role: str) -> None:
+    empty, hello = {"role": role, "content": None}, {"role": "user", "content": "Hello"}
+    expected = chat().tokens
+    for messages in ([empty, hello], [{"role": role}, hello], [hello, empty]):
+        turns = [one | {"role": one["role"].replace("developer", "system")} for one in messages]
+        items = [{"type": "message", **one} for one in messages]
+        for body in (
+            parse(ChatBody, {"messages": messages}),
+            parse_responses({"instructions": None, "input": messages}),
+            parse_responses({"input": items}),
+            parse(MessagesBody, {"system": None, "messages": turns}),
+        ):
+            assert chat_prompt(body, chat_tokenizer()).tokens == expected
+    with pytest.raises(ApiError, match="no text"):
+        parse(ChatBody, {"messages": [empty]})
+
+
 PARAMS = [
     pytest.param(kind, template, id=name)
     for kind in ("STAYS", "FIRST", "NONE")
