@@ -81,6 +81,20 @@ def _size(text: str) -> int:
     return int(float(found[1]) * 1024 ** " kmgt".index(found[2] or " "))
 
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._~-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
+
+
+def _origin(text: str) -> str:
+    """Parse an origin as browsers send it: scheme, host and port, in lower case."""
+    origin = text.strip().lower()
+    if not _ORIGIN.fullmatch(origin):
+        raise click.BadParameter(
+            f"{text!r} is not an origin: write it as app://obsidian.md or http://localhost:3000, "
+            "without a path"
+        )
+    return origin
+
+
 def _duration(text: str) -> float:
     """Parse a number of seconds: 30s, 10m, 2h; a negative number means for ever."""
     found = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
@@ -118,6 +132,13 @@ class ServeOptions:
     )
     allowed_hosts: tuple[str, ...] = _address_option(
         "--allowed-host NAME", "Also answer requests to this host name; repeatable.", multiple=True
+    )
+    allowed_origins: tuple[str, ...] = _address_option(
+        "--allow-origin ORIGIN",
+        "Also answer requests from this origin, such as app://obsidian.md, tauri://localhost or "
+        "chrome-extension://ID; repeatable.",
+        multiple=True,
+        type=_origin,
     )
     api_key_file: Path | None = _address_option(  # noqa: RUF009
         "--api-key-file FILE",
@@ -321,6 +342,7 @@ def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
             max_tokens=options.max_tokens,
             hosts=hosts,
             keys=loader.keys,
+            origins=options.allowed_origins,
             strict_model_names=options.strict_model_names,
             on_refusal=lambda path, error: log(refusal_record(path, error)),
         )
@@ -342,7 +364,7 @@ def _keys(file: Path | None, other: str) -> list[str]:
     Raises:
         OptionError: the file has no key, or a key that cannot be sent in a header.
     """
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file else []
+    lines = file.read_text(encoding="utf-8-sig", errors="replace").splitlines() if file else []
     keys = [*dict.fromkeys(key for line in [*lines, other] if (key := line.strip()))]
     if file and not keys:
         raise OptionError(f"--api-key-file {one_line(str(file))} has no key: write one per line")

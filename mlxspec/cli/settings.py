@@ -71,7 +71,7 @@ def load_config() -> dict[str, Any]:
     """
     path = config_path()
     try:
-        document = tomllib.loads(path.read_bytes().decode())
+        document = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
         if isinstance(aliases := document.get(ALIAS), dict):
             del document[ALIAS]
             document |= {ALIAS_PREFIX + name: model for name, model in aliases.items()}
@@ -181,13 +181,14 @@ class SettingsFile:
         Raises:
             FileError: part of the text would be lost.
         """
-        kind = _KINDS[self.path.suffix]
+        kind, mark = _KINDS[self.path.suffix], text[: text.startswith("\ufeff")]
+        text = text.removeprefix(mark)  # a byte order mark, which stays
         settings = self.settings if text else {**self.first, **self.settings}
         try:
             wanted = _parse(kind, text)
             _merge(wanted, settings)
             if wanted == _parse(kind, text):
-                return text
+                return mark + text
             new = _render(kind, wanted, settings, text)
             if _parse(kind, new) != wanted:
                 raise ValueError("the edit would change other settings")
@@ -196,7 +197,7 @@ class SettingsFile:
             raise FileError(
                 f"{self.path}: cannot be edited as {kind} ({reason}); change it by hand"
             ) from error
-        return new
+        return mark + new
 
     def write(self, text: str) -> None:
         """Replace the file in one step; create its directory if it is missing.

@@ -13,7 +13,7 @@ from ..errors import LoadError, printable
 from ..models.heads import Head
 from ..models.heads import loading as heads
 from ..models.heads.chains import QwenMTP, norms_centred_at_zero
-from ..models.model_files import WEIGHTS, tensor_types
+from ..models.model_files import WEIGHTS, tensor_types, without_byte_order_marks
 
 # Never *.py, since a repository's code is not trusted.
 _COPIED = (
@@ -24,19 +24,21 @@ _COPIED = (
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files unchanged, or make ``tokenizer.json`` from SentencePiece's model.
+    """Copy the tokenizer's files, or make ``tokenizer.json`` from SentencePiece's model.
 
-    mlx-lm's ``save`` would write the tokenizer as transformers does, and copy Python files.
+    Byte order marks are left out. mlx-lm's ``save`` would write the tokenizer as transformers does,
+    and copy Python files.
 
     Raises:
         LoadError: there is no tokenizer, or its SentencePiece model is of an unsupported kind.
     """
     from ..models.tokenizer import HUGGING_FACE_FILES, write_tokenizer
 
-    for pattern in _COPIED:
-        for path in source.glob(pattern):
-            if path.is_file() and path.suffix != ".py":
-                shutil.copyfile(path, target / path.name)
+    with without_byte_order_marks(source) as plain:
+        for pattern in _COPIED:
+            for path in plain.glob(pattern):
+                if path.is_file() and path.suffix != ".py":
+                    shutil.copyfile(path, target / path.name)
     if not any((source / name).is_file() for name in HUGGING_FACE_FILES):
         write_tokenizer(source, target)
 

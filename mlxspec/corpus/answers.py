@@ -275,12 +275,12 @@ class KeptAnswers:
     @contextmanager
     def locked(self) -> Iterator[int]:
         """Keep other processes from changing answers during the ``with`` block; yield the stamp."""
-        with _errors_of(self.directory), self._db:
+        with errors_of(self.directory), self._db:
             self._db.execute("BEGIN IMMEDIATE")
             yield self.stamp()
 
     def _run(self, statement: str, *values: Any) -> list[Any]:
-        with _errors_of(self.directory):
+        with errors_of(self.directory):
             return self._db.execute(statement, values).fetchall()
 
 
@@ -292,7 +292,7 @@ def kept_answers(directory: Path) -> list[KeptAnswers]:
     """
     if not (directory / DATABASE).exists():
         return []
-    with closing(connect(directory)) as database, _errors_of(directory):
+    with closing(connect(directory)) as database, errors_of(directory):
         found = database.execute(_TOKENIZERS).fetchall()
     return [
         KeptAnswers(directory, TokenizerIdentity(*identity), model) for *identity, model in found
@@ -308,7 +308,7 @@ def connect(directory: Path | None) -> sqlite3.Connection:
     Raises:
         FileError: the database cannot be made or opened, or another version of mlxspec made it.
     """
-    with _errors_of(directory):
+    with errors_of(directory):
         if directory:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             # SQLite gives its files next to the database the same mode.
@@ -327,7 +327,7 @@ def connect(directory: Path | None) -> sqlite3.Connection:
 
 
 @contextmanager
-def _errors_of(directory: Path | None) -> Iterator[None]:
+def errors_of(directory: Path | None) -> Iterator[None]:
     """Turn SQLite's and the system's errors into FileError."""
     try:
         yield
@@ -444,5 +444,9 @@ def save_settings(settings: Settings) -> None:
         "max_tokens": settings.max_tokens,
     }
     directory = memory_directory()
-    with replaced(directory / _SETTINGS, parents=0o700) as file:
-        file.write(json.dumps(value, indent=1).encode() + b"\n")
+    try:
+        with replaced(directory / _SETTINGS, parents=0o700) as file:
+            file.write(json.dumps(value, indent=1).encode() + b"\n")
+    except FileError as error:
+        remedy = f"set {ENVIRONMENT_VARIABLE} to another directory"
+        raise FileError(str(error).replace("name another file", remedy)) from error

@@ -30,7 +30,14 @@ import numpy as np
 
 from ..errors import FileError, OptionError
 from ..files import replaced
-from .answers import INDEX_FORMAT, KEPT_TOKENS, KeptAnswers, TokenizerIdentity, identify
+from .answers import (
+    INDEX_FORMAT,
+    KEPT_TOKENS,
+    KeptAnswers,
+    TokenizerIdentity,
+    errors_of,
+    identify,
+)
 from .suffix_index import (
     EXCERPT_TOKENS,
     MAX_VOCABULARY,
@@ -240,8 +247,9 @@ class _MemoryWorker:
     def _handle(self, request: Callable[[], object]) -> None:
         """Handle a request; if the disk fails, keep answers only in memory from then on."""
         try:
-            request()
-        except (OSError, FileError) as error:
+            with errors_of(self._answers.directory):
+                request()
+        except FileError as error:
             _log.warning("%s; answers are only remembered until this process ends", error)
             self._answers.close()
             self._answers = KeptAnswers(None, self._answers.identity)

@@ -62,7 +62,7 @@ def ring_addresses() -> list[list[str]]:
     if not (file := os.environ.get("MLX_HOSTFILE")):
         return []
     try:
-        ranks: list[list[str]] = json.loads(Path(file).read_text("utf-8") or "[]")
+        ranks: list[list[str]] = json.loads(Path(file).read_text("utf-8-sig") or "[]")
         every = [address for addresses in ranks for address in addresses]
         ports = [int(address.rpartition(":")[2]) for address in every]
     except (OSError, ValueError, TypeError, AttributeError) as error:

@@ -39,7 +39,12 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from ..drafting.acceptance import SPECIAL, class_of
 from ..errors import LoadError, printable
 from ..terminal import one_line
-from .model_files import find_directory, local_path, read_json_object
+from .model_files import (
+    find_directory,
+    local_path,
+    read_json_object,
+    without_byte_order_marks,
+)
 from .sentencepiece_tokenizer import build_tokenizer
 
 HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
@@ -103,10 +108,12 @@ def load_tokenizer(
     """
     try:
         if any((directory / name).is_file() for name in HUGGING_FACE_FILES):
-            return _load(directory, eos_token_ids, settings or {})
-        with TemporaryDirectory() as written:
-            write_tokenizer(directory, Path(written))
-            wrapper = _load(Path(written), eos_token_ids, settings or {})
+            with without_byte_order_marks(directory) as plain:
+                wrapper = _load(plain, eos_token_ids, settings or {})
+        else:
+            with TemporaryDirectory() as written:
+                write_tokenizer(directory, Path(written))
+                wrapper = _load(Path(written), eos_token_ids, settings or {})
         wrapper._tokenizer.name_or_path = str(directory)
     except LoadError:
         raise

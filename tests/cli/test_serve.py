@@ -167,6 +167,9 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
     assert "apply only to MODEL, which is missing" in refused(*none).stderr
     assert "no such directory" in refused("--models", missing).stderr
     assert "is not a time" in refused("--keep-alive", "soon").stderr
+    for value in ("*", "null", "", "app://", "localhost", "http://a/b", "http://a:b", "a b://c"):
+        result = refused("--allow-origin", value)
+        assert f"{value!r} is not an origin: write it as app://obsidian.md" in result.stderr
 
 
 def test_an_allowed_host_is_known_in_any_spelling() -> None:

@@ -178,6 +178,16 @@ def test_yaml_is_edited_where_the_settings_belong(old: str, new: str) -> None:
     assert merged("x.yaml", old, a={"b": 1}, list=[{"name": "x"}]) == new
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("x.yaml", CONTINUE), ("x.toml", CODEX), ("x.json", "{}\n")]
+)
+def test_a_byte_order_mark_stays(name: str, text: str) -> None:
+    wanted = NAMED if name == "x.yaml" else OURS
+    new = merged(name, "\ufeff" + text, **wanted)
+    assert new == "\ufeff" + merged(name, text, **wanted)
+    assert merged(name, new, **wanted) == new
+
+
 def test_json_keeps_its_indentation_and_its_escapes() -> None:
     assert merged("x.json", '{\n\t"a": "\\u00e9"\n}\n').startswith('{\n\t"a": "\\u00e9",\n\t"')
     assert '"a": "é"' in merged("x.json", '{"a": "é"}')

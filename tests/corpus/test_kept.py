@@ -1,5 +1,6 @@
 """Answers kept on disk: over runs, by several processes, and whatever happens to the files."""
 
+import errno
 import os
 import random
 import resource
@@ -11,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -414,6 +416,29 @@ def test_another_tokenizers_answers_are_not_found(tmp_path: Path):
     other.add([1, 2, 3])
     other.close()
     assert all_texts(tmp_path) == sorted(some_answers(45))
+
+
+def test_a_read_only_file_system_is_one_line_that_names_the_directory(
+    tmp_path: Path, troubles: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    answer = some_answers(1)[0]
+    held, add = opened(tmp_path), KeptAnswers.add
+
+    def read_only(self: KeptAnswers, text: bytes, earned: Any) -> int:
+        if self.directory:
+            raise OSError(errno.EROFS, "Read-only file system", "somewhere")
+        return add(self, text, earned)
+
+    monkeypatch.setattr(KeptAnswers, "add", read_only)
+    held.add(answer)
+    held.settle()
+    assert looked_up(held, answer[:-1])[0][0] >= len(answer) - 1
+    held.close()
+    assert troubles.pop() == (
+        f"{tmp_path / DATABASE}: cannot be used (Read-only file system); set MLXSPEC_MEMORY to "
+        "another directory, or remove a damaged file; answers are only remembered until this "
+        "process ends"
+    )
 
 
 @pytest.mark.slow

@@ -312,7 +312,7 @@ def test_an_idle_model_makes_room_for_a_request() -> None:
             memory._next_look = 0.0
             assert server.states() == {"hub/a": "loaded", "hub/b": "loaded"}
             prompt = [*range(300, 650)]
-            endless = await server.ask(model="hub/b", prompt=prompt, max_tokens=30_000)
+            endless = await server.ask(model="hub/b", prompt=prompt * 50, max_tokens=30_000)
             assert endless.status_code == 413
             assert server.states() == {"hub/a": "loaded", "hub/b": "loaded"}
             assert (
