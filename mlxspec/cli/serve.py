@@ -213,11 +213,11 @@ def checked(
         OptionError: a value is wrong, or other machines could use the server without a key.
     """
     check_one(quiet=options.quiet, log_json=options.log_json)
-    apart = options.adapter_path, drafting.head, drafting.draft_model, drafting.store
+    apart = options.adapter_path, drafting.head, drafting.draft_model
     if options.available and not models and any(value is not None for value in apart):
         raise OptionError(
-            "--adapter-path, --head, --draft-model and --store apply only to MODEL, which is "
-            "missing: name one"
+            "--adapter-path, --head and --draft-model apply only to MODEL, which is missing: "
+            "name one"
         )
     for one in options.available:
         if one != ALL and not local_path(one).is_dir():

@@ -6,7 +6,6 @@ The named decoders differ only in what they draft from.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..corpus.answers import identify
 from ..corpus.memory import MAX_TOKENS, Memory
-from ..corpus.store import Store
 from ..drafting.drafter import Drafter, checked_drafter
 from ..drafting.learned import Experience
 from ..engine.model_sizes import context_length
@@ -287,7 +285,6 @@ class AutoDecoder(Decoder):
             :data:`mlxspec.corpus.memory.MAX_TOKENS` by default. With 0 it has no memory, and
             generations learn nothing from earlier ones.
         memory: a memory to use instead. Several decoders with the same tokenizer may share it.
-        store: a store to draft from, a file made by ``mlxspec store build``.
         extra_drafter: a further drafter, used when it pays: a :class:`mlxspec.Drafter`, which
             serves one generation at a time, or a class or function that makes one for each
             generation. The decoder learns how often its tokens are right.
@@ -303,8 +300,7 @@ class AutoDecoder(Decoder):
         LoadError: ``head`` cannot draft for the model. (A head that comes with the model is left
             out instead, with a warning.)
         OptionError: ``memory`` and ``memory_tokens`` are both given.
-        FileError: the store cannot be read, or the store or ``memory`` was made with another
-            tokenizer.
+        FileError: ``memory`` was made with another tokenizer.
     """
 
     drafting: Auto = Auto()
@@ -316,7 +312,6 @@ class AutoDecoder(Decoder):
         *,
         memory_tokens: int | None = None,
         memory: Memory | None = None,
-        store: str | os.PathLike[str] | None = None,
         extra_drafter: Drafter | Callable[[], Drafter] | None = None,
         head: str | Path | Head | bool | None = None,
     ) -> None:
@@ -340,7 +335,6 @@ class AutoDecoder(Decoder):
         self.drafting = replace(
             self.drafting,
             memory=memory,
-            store=None if store is None else Store(store, self.tokenizer),
             extra=None if extra_drafter is None else drafter_maker(extra_drafter),
         )
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     import mlx.nn as nn
 
-    from ..corpus.store import Store
     from ..models.heads import Head
     from .loaded import LoadedModel
 
@@ -122,7 +121,6 @@ class Auto(Drafting):
 
     Attributes:
         memory: the memory of earlier outputs, if outputs are remembered.
-        store: a store of texts to draft from.
         extra: makes a further drafter for each generation.
         prediction: token ids that the output is expected to follow.
         head: a trained head for the decoder's model, which drafts where text drafts are unlikely to
@@ -130,7 +128,6 @@ class Auto(Drafting):
     """
 
     memory: Memory | None = None
-    store: Store | None = None
     extra: Callable[[], Drafter] | None = None
     prediction: Sequence[int] = ()
     head: Head | None = None
@@ -154,9 +151,7 @@ class Auto(Drafting):
         self, classes: TokenClasses, experience: Experience, extra: Drafter | None = None
     ) -> list[SuffixSource | DrafterSource]:
         """What a generation drafts from, including ``extra``, a drafter of the user's own."""
-        look_ups = SuffixSource(
-            classes, experience, memory=self.memory, store=self.store, prediction=self.prediction
-        )
+        look_ups = SuffixSource(classes, experience, memory=self.memory, prediction=self.prediction)
         return [look_ups] if extra is None else [look_ups, DrafterSource(extra)]
 
     def apart(self, memory_tokens: int) -> Self:

@@ -294,8 +294,8 @@ def test_ctrl_c_with_json_writes_what_there_is(endless: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--store", "x", "--n-draft", "3"), "--n-draft is for --decoder prompt-lookup"),
-        (("--store", "x", "--decoder", "plain"), "--decoder auto"),
+        (("--head", "x", "--n-draft", "3"), "--n-draft is for --decoder prompt-lookup"),
+        (("--head", "x", "--decoder", "plain"), "--decoder auto"),
         (("--decoder", "auto", "--ngram-max", "2"), "--ngram-max"),
         (("--logprobs", "0"), "--logprobs has no effect without --json or --prompts: add it"),
         (("--concurrency", "8"), "--concurrency has no effect without --prompts"),

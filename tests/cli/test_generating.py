@@ -206,7 +206,7 @@ def test_a_window_runs_up_to_the_output_s_end_and_not_beyond(endless: Path) -> N
         (("--decoder", "auto", "-G", "3"), "guess-set-size is for --decoder lookahead"),
         (("--decoder", "plain", "--no-pool-from-prompt"), "--pool-from-prompt is for"),
         (("--decoder", "lookahead", "--n-draft", "3"), "--n-draft is for --decoder prompt-lookup"),
-        (("--decoder", "lookahead", "--store", "x"), "--store is for --decoder auto"),
+        (("--decoder", "lookahead", "--head", "x"), "--head is for --decoder auto"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

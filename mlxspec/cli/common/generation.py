@@ -85,9 +85,6 @@ class DraftingOptions:
         "[default: auto, or the decoder that the given options need]",
         type=click.Choice(_DECODERS),
     )
-    store: str | None = _auto(
-        "--store FILE", "With auto: also draft from a store made by 'mlxspec store'.", type=NAME
-    )
     drafter: str | None = _auto(
         DRAFTER, "With auto: also draft with your own class where that pays."
     )
@@ -239,11 +236,11 @@ class Generation:
         Args:
             model: its name.
             is_named: whether the options were given for this model. If not, its options have no
-                adapters, head, draft model or store.
+                adapters, head or draft model.
         """
         if is_named:
             return replace(self, model=model)
-        drafting = replace(self.drafting, head=None, draft_model=None, store=None)
+        drafting = replace(self.drafting, head=None, draft_model=None)
         return replace(self, model=model, drafting=drafting, adapter_path=None)
 
     def load(
@@ -262,7 +259,6 @@ class Generation:
             on_read: as for :func:`.models.model.evaluate`.
         """
         from ...corpus.memory import Memory
-        from ...corpus.store import Store
         from ...drafting.drafter import load_drafter
         from ...engine.draft_model import DraftModelDrafter, check_vocabularies
         from ...generation.drafting import Auto
@@ -295,9 +291,8 @@ class Generation:
         if drafting.fixed:
             drafts_from = drafting.fixed
         else:
-            store = None if drafting.store is None else Store(drafting.store, tokenizer)
             memory = memories.of(tokenizer, name) or Memory()
-            drafts_from = Auto(memory, store, extra, head=head)
+            drafts_from = Auto(memory, extra, head=head)
         decoder = mlxspec.Decoder(model, tokenizer, drafts_from)
         decoder.keeps_experience = memories.keeps
         if draft_model is not None:
