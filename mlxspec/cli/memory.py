@@ -26,8 +26,8 @@ from .common.output import ProgressBar, confirm, counted, print_rows, write_json
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..corpus.answer_index import AnswerIndex
     from ..corpus.answers import KeptAnswers
-    from ..corpus.memory import Memory
 
 
 _MODEL = "-m --model MODEL"
@@ -60,17 +60,17 @@ class Memories(ExitStack):
         self.keeps = keeps
         self._settings = settings_in_force() if keeps else Settings()
         self._undecided = keeps and not os.environ.get(SWITCH)
-        self._memories: dict[bytes, Memory] = {}
+        self._memories: dict[bytes, AnswerIndex] = {}
 
-    def of(self, tokenizer: Any, model: str = "") -> Memory | None:
+    def of(self, tokenizer: Any, model: str = "") -> AnswerIndex | None:
         """The memory for a tokenizer; None if its answers are not kept.
 
         Args:
             tokenizer: a model's tokenizer.
             model: the model's name as the user gave it.
         """
+        from ..corpus.answer_index import AnswerIndex
         from ..corpus.answers import KeptAnswers, identify, memory_directory
-        from ..corpus.memory import Memory
         from ..models.model_files import absolute_name
 
         if not self._settings.keeps_some:  # identifying a tokenizer takes a tenth of a second
@@ -84,7 +84,7 @@ class Memories(ExitStack):
             except FileError as error:
                 note(f"{error}; answers are remembered only until this command ends")
                 return None
-            memory = Memory(most, kept=kept)
+            memory = AnswerIndex(most, kept=kept)
             self._memories[identity.fingerprint] = memory
             self.push(lambda kind, *_: memory.close(patience=0 if kind else None))
         return self._memories[identity.fingerprint]
@@ -123,8 +123,9 @@ def memory_command() -> None:
     them.
 
     Whether the memory is on or off, mlxspec learns from each output which drafts tend to be right.
-    It keeps a few kilobytes of weights for each model, and no text. The option --no-memory turns
-    off both the memory and this learning for one run, as does the variable MLXSPEC_MEMORY=off.
+    It keeps a few kilobytes of weights for each model, and no text. The option --no-saved-answers
+    turns off both the memory and this learning for one run, as does the variable
+    MLXSPEC_MEMORY=off.
 
     MLXSPEC_MEMORY=on turns the memory on, and MLXSPEC_MEMORY=DIR turns it on with the answers in
     DIR. The option and the variable override 'memory on' and 'memory off'.
@@ -191,8 +192,8 @@ def add_command(paths: tuple[str, ...], model: str) -> None:
     skipped. In directories, hidden files, hidden directories and links to directories are skipped,
     too.
     """
+    from ..corpus.answer_index import AnswerIndex
     from ..corpus.answers import KeptAnswers, identify, memory_directory, settings_in_force
-    from ..corpus.memory import Memory
     from ..corpus.suffix_index import TOKEN_BYTES, encode_texts
     from ..corpus.text_files import find_files, read_texts
     from ..models.model_files import absolute_name
@@ -220,7 +221,7 @@ def add_command(paths: tuple[str, ...], model: str) -> None:
             raise FileError(f"{name}: nothing to add; name files with text")
     kept = KeptAnswers(memory_directory(), identity, absolute_name(model))
     kept.add_texts(named)
-    Memory(settings.max_tokens, kept=kept).close()  # indexes them
+    AnswerIndex(settings.max_tokens, kept=kept).close()  # indexes them
     n_tokens = sum(len(text) // TOKEN_BYTES for texts in named.values() for text in texts)
     of, seconds = counted(counts["files"], "file"), time.perf_counter() - started
     say(f"Added {counted(n_tokens, 'token')} of {of} in {seconds:.1f} s.")

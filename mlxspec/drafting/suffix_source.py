@@ -10,7 +10,7 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
-from ..corpus.memory import LEADING_TOKENS, Memory
+from ..corpus.answer_index import LEADING_TOKENS, AnswerIndex
 from ..corpus.suffix_index import (
     EXCERPT_TOKENS,
     MAX_LENGTH,
@@ -64,7 +64,7 @@ class SuffixSource(Drafter):
         token_classes: TokenClasses = b"",
         experience: Experience | None = None,
         *,
-        memory: Memory | None = None,
+        memory: AnswerIndex | None = None,
         prediction: Sequence[int] = (),
     ) -> None:
         self._experience = experience or Experience()

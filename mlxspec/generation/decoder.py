@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
 from ..corpus.answers import identify
-from ..corpus.memory import MAX_TOKENS, Memory
 from ..drafting.drafter import Drafter, checked_drafter
 from ..drafting.learned import Experience
 from ..engine.model_sizes import context_length
@@ -282,7 +282,7 @@ class AutoDecoder(Decoder):
     Args:
         model, tokenizer: as for :class:`Decoder`.
         memory_tokens: how many tokens of outputs the decoder remembers in its own memory,
-            :data:`mlxspec.corpus.memory.MAX_TOKENS` by default. With 0 it has no memory, and
+            :data:`mlxspec.corpus.answer_index.MAX_TOKENS` by default. With 0 it has no memory, and
             generations learn nothing from earlier ones.
         memory: a memory to use instead. Several decoders with the same tokenizer may share it.
         extra_drafter: a further drafter, used when it pays: a :class:`mlxspec.Drafter`, which
@@ -311,7 +311,7 @@ class AutoDecoder(Decoder):
         tokenizer: TokenizerWrapper | None = None,
         *,
         memory_tokens: int | None = None,
-        memory: Memory | None = None,
+        memory: AnswerIndex | None = None,
         extra_drafter: Drafter | Callable[[], Drafter] | None = None,
         head: str | Path | Head | bool | None = None,
     ) -> None:
@@ -324,7 +324,7 @@ class AutoDecoder(Decoder):
         if memory is not None and memory_tokens is not None:
             raise OptionError("memory and memory_tokens are given together: choose one")
         if memory is None and memory_tokens != 0:
-            memory = Memory(memory_tokens or MAX_TOKENS)
+            memory = AnswerIndex(memory_tokens or MAX_TOKENS)
         if memory and memory.kept:
             kept, own = memory.kept.identity, identify(self.tokenizer)
             if kept.fingerprint != own.fingerprint:
@@ -339,7 +339,7 @@ class AutoDecoder(Decoder):
         )
 
     @property
-    def memory(self) -> Memory | None:
+    def memory(self) -> AnswerIndex | None:
         """The memory of outputs, if the decoder has one."""
         return self.drafting.memory
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ..corpus.memory import Memory
+from ..corpus.answer_index import AnswerIndex
 from ..drafting.acceptance import TokenClasses
 from ..drafting.costs import Costs, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft, checked_drafter
@@ -127,7 +127,7 @@ class Auto(Drafting):
             be right.
     """
 
-    memory: Memory | None = None
+    memory: AnswerIndex | None = None
     extra: Callable[[], Drafter] | None = None
     prediction: Sequence[int] = ()
     head: Head | None = None
@@ -155,7 +155,7 @@ class Auto(Drafting):
         return [look_ups] if extra is None else [look_ups, DrafterSource(extra)]
 
     def apart(self, memory_tokens: int) -> Self:
-        return replace(self, memory=Memory(memory_tokens)) if self.memory else self
+        return replace(self, memory=AnswerIndex(memory_tokens)) if self.memory else self
 
     def make(self, decoder: LoadedModel) -> Drafter:
         from ..engine.draft_model import DraftModelDrafter

@@ -56,6 +56,11 @@ def test_a_subcommand_is_the_script_s_command(name: str, command: object):
         (["zzz"], "No such command 'zzz' (mlxspec --help)"),
         (["generate", "--modl", "x"], "No such option '--modl'. (Did you mean one of: "),
         (["generate", "--zzz"], "No such option '--zzz' (mlxspec generate --help)"),
+        (["generate", "--no-memory"], "--no-memory is now --no-saved-answers (mlxspec"),
+        (["run", "--no-memory", "x.py"], "--no-memory is now --no-saved-answers (mlxspec"),
+        (["serve", "--memory", "9G"], "--memory is now --memory-limit (mlxspec serve --help)"),
+        (["replay", "x", "--memory=1k"], "--memory is now --remember (mlxspec replay --help)"),
+        (["bench", "--memory", "1"], "No such option '--memory'"),
         (["help", "genrate"], "Did you mean 'generate'?"),
     ],
 )

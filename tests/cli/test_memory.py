@@ -16,6 +16,7 @@ import mlxspec
 from mlxspec.cli.main import main
 from mlxspec.cli.memory import Memories
 from mlxspec.corpus import answers as answers_module
+from mlxspec.corpus.answer_index import AnswerIndex
 from mlxspec.corpus.answers import (
     KeptAnswers,
     Settings,
@@ -24,7 +25,6 @@ from mlxspec.corpus.answers import (
     memory_directory,
     save_settings,
 )
-from mlxspec.corpus.memory import Memory
 from mlxspec.errors import FileError, OptionError
 from mlxspec.models.tokenizer import load_tokenizer_of
 from mlxspec.terminal import TokenPrinter
@@ -84,7 +84,7 @@ def learn(texts: list[str], ages: list[timedelta] | None = None) -> list[list[in
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     with pytest.MonkeyPatch.context() as patched:
         kept = KeptAnswers(memory_directory(), identify(tokenizer), "demo")
-        held = Memory(kept=kept)
+        held = AnswerIndex(kept=kept)
         for tokens, age in zip(ids, ages or [timedelta()] * len(ids), strict=True):
             learned = int(now - age.total_seconds())
             patched.setattr(answers_module, "time", _Clock(learned))
@@ -118,7 +118,7 @@ def test_the_second_time_drafts_come_from_memory_and_the_text_is_the_same():
     first = generate(*options)
     assert earned("memory") == 0
     second = generate(*options)
-    plain = generate(*options, "--no-memory")
+    plain = generate(*options, "--no-saved-answers")
     assert first["tokens"] == second["tokens"] == plain["tokens"]
     assert answers() == [first["tokens"]]
     assert earned("memory") > 10
@@ -196,7 +196,7 @@ def test_programs_that_mlxspec_runs_keep_their_answers(finite: Path, tmp_path: P
         f"model, tokenizer = mlx_lm.load({str(finite)!r})\n"
         "print(mlx_lm.generate(model, tokenizer, 'a'))\n"
     )
-    expected = run("run", "--no-memory", script).stdout
+    expected = run("run", "--no-saved-answers", script).stdout
     assert answers() == []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "argv", sys.argv)
@@ -281,7 +281,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_that_there_is_a_memory_is_said_once(finite: Path):
     options = ("generate", "--model", finite, "--prompt", "a")
     assert HINT not in run(*options, "--json").stderr
-    assert HINT not in run(*options, "--no-memory").stderr
+    assert HINT not in run(*options, "--no-saved-answers").stderr
     first = run(*options)
     assert first.stdout == "one two three four\n"
     assert first.stderr.splitlines()[-1] == (
@@ -676,13 +676,13 @@ def test_the_oldest_answers_go_beyond_the_tokens_that_on_allows():
 
 def test_after_an_error_nobody_waits_for_the_sorting(monkeypatch: pytest.MonkeyPatch):
     save_settings(Settings(True))
-    close, patiences = Memory.close, []
+    close, patiences = AnswerIndex.close, []
 
-    def watched(self: Memory, patience: float | None = None) -> None:
+    def watched(self: AnswerIndex, patience: float | None = None) -> None:
         patiences.append(patience)
         close(self, patience)
 
-    monkeypatch.setattr(Memory, "close", watched)
+    monkeypatch.setattr(AnswerIndex, "close", watched)
     with pytest.raises(ZeroDivisionError):
         _remember_and_fail()
     assert patiences == [0]
@@ -700,23 +700,23 @@ def _remember_and_fail() -> None:
 def test_decoders_of_one_tokenizer_share_what_is_kept(tmp_path: Path):
     prompt = "The history of the"
     with pytest.raises(OptionError, match="memory and memory_tokens are given together"):
-        stand_in_decoder(mlxspec.AutoDecoder, memory=Memory(), memory_tokens=5)
-    other = Memory.kept_in(tmp_path / "kept", FIRST)
+        stand_in_decoder(mlxspec.AutoDecoder, memory=AnswerIndex(), memory_tokens=5)
+    other = AnswerIndex.kept_in(tmp_path / "kept", FIRST)
     with pytest.raises(FileError, match=r"memory keeps tokens of first \(100 tokens"):
         stand_in_decoder(mlxspec.AutoDecoder, memory=other)
     other.close()
 
-    def generated(shared: mlxspec.Memory) -> list:
+    def generated(shared: mlxspec.AnswerIndex) -> list:
         decoder = stand_in_decoder(mlxspec.AutoDecoder, memory=shared)
         decoder.costs = given_costs(FLAT)
         responses = [*decoder.stream(prompt, 40)]
         shared.settle()
         return responses
 
-    one = mlxspec.Memory.kept_in(tmp_path / "kept", demo().tokenizer)
+    one = mlxspec.AnswerIndex.kept_in(tmp_path / "kept", demo().tokenizer)
     first, second = (generated(one) for _ in range(2))
     one.close()
-    again = mlxspec.Memory.kept_in(tmp_path / "kept", demo().tokenizer)
+    again = mlxspec.AnswerIndex.kept_in(tmp_path / "kept", demo().tokenizer)
     third = generated(again)
     again.close()
     tokens = [[response.token for response in one] for one in (first, second, third)]
@@ -726,8 +726,8 @@ def test_decoders_of_one_tokenizer_share_what_is_kept(tmp_path: Path):
 
 
 def test_what_another_process_has_learned_is_seen_when_a_generation_begins(tmp_path: Path):
-    def opened() -> Memory:
-        return Memory.kept_in(tmp_path / "kept", demo().tokenizer)
+    def opened() -> AnswerIndex:
+        return AnswerIndex.kept_in(tmp_path / "kept", demo().tokenizer)
 
     ours, theirs = opened(), opened()
     decoder = stand_in_decoder(mlxspec.AutoDecoder, memory=ours)
@@ -830,7 +830,7 @@ def test_what_drafts_taught_is_shown_and_forgotten(
     monkeypatch.setenv("MLXSPEC_MEMORY", "off")
     assert CliRunner().invoke(main, asks).exit_code == 0
     monkeypatch.delenv("MLXSPEC_MEMORY")
-    assert CliRunner().invoke(main, [*asks, "--no-memory"]).exit_code == 0
+    assert CliRunner().invoke(main, [*asks, "--no-saved-answers"]).exit_code == 0
     assert not kept.exists()
     assert CliRunner().invoke(main, asks).exit_code == 0
     assert len([*kept.iterdir()]) == 1

@@ -115,7 +115,7 @@ def test_an_alias_is_a_model_wherever_one_is_named(endless: Path, tmp_path: Path
     text.write_text("one two three")
     added = run("memory", "add", text, "-m", "fast")
     assert added.exit_code == 0, added.stderr
-    refused = run("serve", "fast", "--port", 0, "--decoder", "plain", "--memory", "100K")
+    refused = run("serve", "fast", "--port", 0, "--decoder", "plain", "--memory-limit", "100K")
     assert f"too little for '{endless.name}'" in refused.stderr
 
 

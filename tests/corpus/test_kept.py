@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mlxspec
+from mlxspec.corpus.answer_index import AnswerIndex
 from mlxspec.corpus.answers import DATABASE, INDEX_FORMAT, KeptAnswers, identify
-from mlxspec.corpus.memory import Memory
 from mlxspec.corpus.suffix_index import write_index
 from mlxspec.errors import FileError, OptionError
 from tests.corpus.test_memory import looked_up, make_small
@@ -41,14 +41,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def troubles() -> Iterator[list[str]]:
     """The warnings of memories. A test that causes some checks them, and empties the list."""
-    with logged_by("mlxspec.corpus.memory") as lines:
+    with logged_by("mlxspec.corpus.answer_index") as lines:
         yield lines
     assert not lines
 
 
-def opened(directory: Path, **options: int) -> Memory:
+def opened(directory: Path, **options: int) -> AnswerIndex:
     """A memory that has indexed what is there."""
-    held = Memory(**options, kept=KeptAnswers(directory, IDENTITY))
+    held = AnswerIndex(**options, kept=KeptAnswers(directory, IDENTITY))
     held.settle()
     return held
 
@@ -83,7 +83,7 @@ def files(directory: Path, kind: str) -> list[Path]:
     return sorted(directory.glob(f"*{kind}"))
 
 
-def is_found(held: Memory, answer: list[int]) -> bool:
+def is_found(held: AnswerIndex, answer: list[int]) -> bool:
     found = looked_up(held, answer[:-1])
     return bool(found) and found[0] == (len(answer) - 1, answer[-1:])
 
@@ -217,7 +217,7 @@ def keep(directory: Path, answers: list[list[int]]) -> None:
     kept.close()
 
 
-def steps_of(held: Memory, action: Callable[[], object]) -> int:
+def steps_of(held: AnswerIndex, action: Callable[[], object]) -> int:
     """How many instructions of SQLite's a memory runs for something."""
     counted = [0]
 
@@ -260,7 +260,7 @@ def test_indexing_anew_takes_as_long_for_each_answer_whatever_is_kept(
         keep(tmp_path, some_answers(kept))
         held = opened(tmp_path)
 
-        def forget_all(held: Memory = held) -> None:
+        def forget_all(held: AnswerIndex = held) -> None:
             held._worker._stamp = 0
             held.refresh()
 
@@ -510,7 +510,7 @@ def test_more_than_may_be_added_changes_nothing(tmp_path: Path, monkeypatch: pyt
 
 def test_another_tokenizers_answers_are_not_found(tmp_path: Path):
     learn(tmp_path, some_answers(45))
-    other = Memory(kept=KeptAnswers(tmp_path, identify(SECOND)))
+    other = AnswerIndex(kept=KeptAnswers(tmp_path, identify(SECOND)))
     other.settle()
     assert other.look_up(some_answers(1)[0])[1] == []
     other.add([1, 2, 3])
@@ -691,9 +691,9 @@ def test_what_was_added_last_is_kept_at_the_processs_end(tmp_path: Path):
         """
         import sys, pathlib
         from mlxspec.corpus.answers import KeptAnswers, identify
-        from mlxspec.corpus.memory import Memory
+        from mlxspec.corpus.answer_index import AnswerIndex
         from tests.support.tokenizers import FIRST
-        memory = Memory(kept=KeptAnswers(pathlib.Path(sys.argv[1]), identify(FIRST)))
+        memory = AnswerIndex(kept=KeptAnswers(pathlib.Path(sys.argv[1]), identify(FIRST)))
         for number in range(50):
             memory.add([number, 1, 2, 3])
         """
@@ -705,14 +705,14 @@ def test_what_was_added_last_is_kept_at_the_processs_end(tmp_path: Path):
 WORKING = textwrap.dedent(
     """
     import logging, sys, random, pathlib
-    from mlxspec.corpus import memory
+    from mlxspec.corpus import answer_index
     from mlxspec.corpus.answers import KeptAnswers, identify
-    from mlxspec.corpus.memory import Memory
+    from mlxspec.corpus.answer_index import AnswerIndex
     from tests.support.tokenizers import FIRST
-    memory.LIVE_TOKENS = 40
+    answer_index.LIVE_TOKENS = 40
     directory, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])
     logging.basicConfig(format="trouble %(message)s", stream=sys.stdout)
-    held = Memory(kept=KeptAnswers(directory, identify(FIRST)))
+    held = AnswerIndex(kept=KeptAnswers(directory, identify(FIRST)))
     pick = random.Random(number)
     index = 0
     while True:

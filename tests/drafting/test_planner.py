@@ -11,7 +11,7 @@ import pytest
 
 from mlxspec.bench.policies import verify
 from mlxspec.bench.replay import MAX_DEPTH, replay
-from mlxspec.corpus.memory import Memory
+from mlxspec.corpus.answer_index import AnswerIndex
 from mlxspec.corpus.suffix_index import SEPARATOR, Occurrence
 from mlxspec.drafting.acceptance import AcceptanceModel, Corrections
 from mlxspec.drafting.chips import known_chip
@@ -214,7 +214,7 @@ def test_an_earlier_output_is_drafted_from_memory() -> None:
     output = noise(100, seed=7)
     told = []
 
-    class Noting(Memory):
+    class Noting(AnswerIndex):
         def add(self, output, earned=None, prompt=()):
             super().add(output, earned, prompt)
             self.settle()
@@ -235,7 +235,7 @@ def test_an_earlier_output_is_drafted_from_memory() -> None:
 def test_a_memory_that_misleads_is_trusted_less_in_each_generation() -> None:
     """Its texts have the output's tokens, and others after each of them."""
 
-    class Lies(Memory):
+    class Lies(AnswerIndex):
         def add(self, *answer: Any, **more: Any) -> None:
             """Remember no output."""
 
@@ -243,7 +243,7 @@ def test_a_memory_that_misleads_is_trusted_less_in_each_generation() -> None:
     lies = [[token, wrong] for token, wrong in zip(output, noise(300, seed=21), strict=True)]
     memory = Lies()
     for lie in lies:
-        Memory.add(memory, [*lie, *noise(3, seed=lie[1])])
+        AnswerIndex.add(memory, [*lie, *noise(3, seed=lie[1])])
     memory.settle()
     drafter = suffix_planner(known_chip("M4 Pro").curve, memory=memory)
     costs = [replay([1, 2], output, drafter).cost(known_chip("M4 Pro").curve) for _ in range(4)]
@@ -252,7 +252,7 @@ def test_a_memory_that_misleads_is_trusted_less_in_each_generation() -> None:
 
 def test_the_context_comes_before_the_memory_and_this_before_the_prediction() -> None:
     """The first text that proposes a node is its origin, and is counted for it."""
-    memory, prediction = Memory(), [3, 4, 5, 6]
+    memory, prediction = AnswerIndex(), [3, 4, 5, 6]
     memory.add([1, 2, *prediction])
     memory.settle()
     limits = Limits(2, 8, True, [0.0] * 9)
@@ -304,7 +304,7 @@ def test_where_texts_agree_a_child_has_the_higher_probability() -> None:
 
 def test_an_abandoned_generation_leaves_the_drafter_usable() -> None:
     text = noise(50, seed=9)
-    memory = Memory()
+    memory = AnswerIndex()
     drafter = suffix_planner(FLAT, memory=memory)
     drafter.begin(text)
     drafter.end()

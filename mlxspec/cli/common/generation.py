@@ -1,7 +1,7 @@
 """Options that the generating commands share, and the code that loads a model and generates.
 
-A command with the options of :class:`Generation` gets an instance of it, which has already checked
-everything that needs no model. The instance then loads the model and generates with it.
+A command with the options of :class:`GenerationSettings` gets an instance of it, which has already
+checked everything that needs no model. The instance then loads the model and generates with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .options import (
     HEAD,
     NAME,
     NO_HEAD,
-    NO_MEMORY,
+    NO_SAVED_ANSWERS,
     Decorator,
     all_of,
     check_one,
@@ -99,7 +99,7 @@ class DraftingOptions:
     )
     head: str | None = _auto(*HEAD, type=MODEL)
     no_head: bool = option_field(*NO_HEAD, default=False)
-    no_memory: bool = option_field(*NO_MEMORY, default=False)
+    no_saved_answers: bool = option_field(*NO_SAVED_ANSWERS, default=False)
     n_draft: int | None = _lookup(
         "--n-draft --prompt-lookup-num-tokens N",
         "Draft at most N tokens per step; 0 is plain decoding.  [default: 10]",
@@ -178,7 +178,7 @@ _model = partial(option_field, group="Model and prompt")
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationSettings:
     """The options of a generation.
 
     A command declares ``--model`` and ``--max-tokens`` itself.
@@ -230,7 +230,7 @@ class Generation:
             return Constraint.grammar(read_text("--grammar", self.grammar))
         return None if self.regex is None else Constraint.regex(self.regex)
 
-    def for_model(self, model: str, is_named: bool) -> Generation:
+    def for_model(self, model: str, is_named: bool) -> GenerationSettings:
         """The options for a model.
 
         Args:
@@ -258,7 +258,7 @@ class Generation:
             leader: splits the model over its ranks; None for one process.
             on_read: as for :func:`.models.model.evaluate`.
         """
-        from ...corpus.memory import Memory
+        from ...corpus.answer_index import AnswerIndex
         from ...drafting.drafter import load_drafter
         from ...engine.draft_model import DraftModelDrafter, check_vocabularies
         from ...generation.drafting import Auto
@@ -291,7 +291,7 @@ class Generation:
         if drafting.fixed:
             drafts_from = drafting.fixed
         else:
-            memory = memories.of(tokenizer, name) or Memory()
+            memory = memories.of(tokenizer, name) or AnswerIndex()
             drafts_from = Auto(memory, extra, head=head)
         decoder = mlxspec.Decoder(model, tokenizer, drafts_from)
         decoder.keeps_experience = memories.keeps
@@ -381,12 +381,12 @@ class Generation:
 
 
 def generation_options(leave_out: Collection[str] = ()) -> Decorator:
-    """The options of :class:`Generation`; a command gets it as ``generation``."""
+    """The options of :class:`GenerationSettings`; a command gets it as ``generation``."""
     return all_of(
         options_of(DraftingOptions, "drafting", "Drafting"),
         options_of(SamplingParams, "sampling", "Sampling"),
         options_of(CacheOptions, "caches", "Memory"),
-        options_of(Generation, "generation", leave_out=leave_out),
+        options_of(GenerationSettings, "generation", leave_out=leave_out),
     )
 
 

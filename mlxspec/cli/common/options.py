@@ -292,8 +292,8 @@ HEAD = (
     "[default: the head that comes with the model, if any]",
 )
 NO_HEAD = "--no-head", "Do not use the trained head that comes with the model."
-NO_MEMORY = (
-    "--no-memory",
+NO_SAVED_ANSWERS = (
+    "--no-saved-answers",
     "Neither draft from nor add to the answers that 'mlxspec memory on' keeps.",
 )
 

@@ -66,7 +66,7 @@ _EXIT_SECONDS = 5.0  # the longest wait for the thread when the process ends
 _IN_MEMORY = TokenizerIdentity("any", MAX_VOCABULARY, b"")
 
 
-class Memory:
+class AnswerIndex:
     """Earlier answers and added texts, in which the end of a context is looked up.
 
     The memory's own thread adds and sorts answers. Look-ups and additions never block, and may be
@@ -111,7 +111,7 @@ class Memory:
         tokenizer: Any,
         *,
         max_tokens: int = KEPT_TOKENS,
-    ) -> Memory:
+    ) -> AnswerIndex:
         """A memory on disk, which several processes may open at once.
 
         Args:
@@ -199,7 +199,7 @@ class Memory:
             self._thread.join(_EXIT_SECONDS)
 
 
-_open: weakref.WeakSet[Memory] = weakref.WeakSet()
+_open: weakref.WeakSet[AnswerIndex] = weakref.WeakSet()
 
 
 @atexit.register
