@@ -57,8 +57,8 @@ API_KEY = "MLXSPEC_API_KEY"
 _DECODERS = ("auto", "prompt-lookup", "lookahead", "plain")
 # Options of one decoder only. If such an option is given, that decoder is the default.
 _auto = partial(option_field, of="auto")
-_lookup = partial(option_field, of="prompt-lookup")
-_lookahead = partial(option_field, of="lookahead")
+_lookup = partial(option_field, of="prompt-lookup", group="With --decoder prompt-lookup")
+_lookahead = partial(option_field, of="lookahead", group="With --decoder lookahead")
 
 
 class _WindowSize(click.types.IntParamType):
@@ -114,19 +114,19 @@ class DraftingOptions:
     )
     window_size: int | None = _lookahead(
         "-W --window-size --WINDOW_SIZE W",
-        "Lookahead: columns of the window; 0 uses no window.  [default: 7]",
+        "Columns of the window; 0 uses no window.  [default: 7]",
         type=_WindowSize(),
     )
     ngram_size: int | None = _lookahead(
-        "-N --ngram-size --LEVEL N", "Lookahead: length of the n-grams.  [default: 5]"
+        "-N --ngram-size --LEVEL N", "Length of the n-grams.  [default: 5]"
     )
     guess_set_size: int | None = _lookahead(
         "-G --guess-set-size --GUESS_SET_SIZE G",
-        "Lookahead: n-grams to keep per token; -1 means 64.  [default: 7]",
+        "N-grams to keep per token; -1 means 64.  [default: 7]",
     )
     pool_from_prompt: bool | None = _lookahead(
         "--pool-from-prompt/--no-pool-from-prompt --POOL_FROM_PROMPT",
-        "Lookahead: start with the prompt's n-grams.  [default: yes]",
+        "Start with the prompt's n-grams.  [default: yes]",
     )
 
     def __post_init__(self) -> None:
