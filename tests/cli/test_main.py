@@ -164,7 +164,7 @@ def test_help_has_the_options_in_groups():
 
 @pytest.mark.parametrize("name", ["generate", "chat", "serve", "explain"])
 def test_help_shows_the_options_that_people_use(name: str):
-    command = dict((words[0], one) for words, one in EVERY)[name]
+    command = next(one for words, one in EVERY if words == [name])
     usual, every = (
         [line for line in run(name, option).stdout.splitlines() if line.startswith("  -")]
         for option in ("--help", "--help-all")
