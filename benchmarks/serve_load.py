@@ -49,8 +49,8 @@ _KINDS = {
 }
 _OURS, _THEIRS = "mlxspec serve", "mlx_lm.server"
 _WITHOUT_MEMORY = (
-    "import mlxspec, mlxspec.corpus.memory; "
-    f"mlxspec.corpus.memory.Memory = lambda *args, **options: None; {MLXSPEC}"
+    "import mlxspec, mlxspec.corpus.answer_index; "
+    f"mlxspec.corpus.answer_index.AnswerIndex = lambda *args, **options: None; {MLXSPEC}"
 )
 _MLX_LM = "import mlxspec; from mlx_lm.server import main; main()"  # mlxspec loads OpenBLAS
 

@@ -135,7 +135,7 @@ class CachedPrompt:
     def continued(
         self, prompt: str | list[int], options: PromptOptions, decoder: Decoder
     ) -> tuple[list[int], dict[str, Any]]:
-        """The whole prompt's tokens, and options for :meth:`.Generation.request`.
+        """The whole prompt's tokens, and options for :meth:`.GenerationSettings.request`.
 
         If the file lists the tokens in its cache, drafts can be taken from these, too.
 

@@ -16,7 +16,7 @@ from rich.tree import Tree
 
 from ..errors import OptionError
 from ..terminal import one_line, visible
-from .common.generation import Generation, generation_options
+from .common.generation import GenerationSettings, generation_options
 from .common.model_choice import model_option, model_or_default, note_if_demo
 from .common.options import COUNT, color_option, command, option, options_of
 from .common.output import ProgressBar, ReportOptions, error_console
@@ -53,7 +53,7 @@ _view = partial(option, group="Steps and output")
 @color_option("Steps and output", "Use colours.")
 def explain_command(
     *,
-    generation: Generation,
+    generation: GenerationSettings,
     prompt: PromptOptions,
     steps: int,
     skip: int | None,
@@ -80,7 +80,7 @@ def explain_command(
     from ..models.model_files import given_name
 
     console = error_console(color)
-    with Memories(not generation.drafting.no_memory) as memories:
+    with Memories(not generation.drafting.no_saved_answers) as memories:
         decoder = generation.load(console, memories)
         tokens, templated = prompt.encoded(source, decoder.tokenizer)
         recorded: list[RecordedStep] = []

@@ -33,7 +33,7 @@ from ..files import is_ours_alone
 from ..models.model_files import local_path
 from ..process import INTERRUPTED, give_back_large_blocks
 from ..terminal import one_line
-from .common.generation import API_KEY, DraftingOptions, Generation
+from .common.generation import API_KEY, DraftingOptions, GenerationSettings
 from .common.model_choice import (
     DIRECTORY,
     default_model,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from ..models.model import OnRead
     from ..server.body import ApiError
     from ..server.catalog import Catalog, Entry
-    from ..server.memory import ServerMemory
+    from ..server.memory_budget import ServerMemory
     from ..server.served_model import ServedModel
     from ..server.worker import ServedRequest
 
@@ -176,8 +176,8 @@ class ServeOptions:
         default=10.0,
         type=click.FloatRange(0, 3600),
     )
-    memory: int | None = option_field(
-        "--memory SIZE",
+    memory_limit: int | None = option_field(
+        "--memory-limit SIZE",
         "The most memory for all models and their caches, such as 12G. Requests wait until their "
         "caches fit.  [default: what the machine has]",
         type=_size,
@@ -234,11 +234,11 @@ def checked(
         OptionError: a value is wrong, or other machines could use the server without a key.
     """
     check_one(quiet=options.quiet, log_json=options.log_json)
-    apart = options.adapter_path, drafting.head, drafting.draft_model, drafting.store
+    apart = options.adapter_path, drafting.head, drafting.draft_model
     if options.available and not models and any(value is not None for value in apart):
         raise OptionError(
-            "--adapter-path, --head, --draft-model and --store apply only to MODEL, which is "
-            "missing: name one"
+            "--adapter-path, --head and --draft-model apply only to MODEL, which is missing: "
+            "name one"
         )
     for one in options.available:
         if one != ALL and not local_path(one).is_dir():
@@ -279,7 +279,7 @@ def serve_command(
     seconds to end; press Ctrl-C again to end them at once.
     """
     adapters = options.adapter_path
-    named = Generation(
+    named = GenerationSettings(
         None, options.max_tokens, drafting, SamplingParams(), caches, adapter_path=adapters
     )
     with leading() as leader:
@@ -441,7 +441,7 @@ class _Loader:
     """
 
     names: Sequence[str | None]
-    named: Generation
+    named: GenerationSettings
     options: ServeOptions
     template: Mapping[str, Any]
     keys: Sequence[str]
@@ -449,16 +449,16 @@ class _Loader:
 
     def __post_init__(self) -> None:
         # With several keys, drafts from kept answers could show users what others have written.
-        self.memories = Memories(not self.named.drafting.no_memory and len(self.keys) < 2)
+        self.memories = Memories(not self.named.drafting.no_saved_answers and len(self.keys) < 2)
         self.paths = [*dict.fromkeys(map(model_or_default, self.names))]
         self._left_out: set[Path] = set()
 
     @cached_property
     def memory(self) -> ServerMemory:
         """The memory of the server."""
-        from ..server.memory import ServerMemory
+        from ..server.memory_budget import ServerMemory
 
-        return ServerMemory(self.options.memory, self.options.cache_bytes)
+        return ServerMemory(self.options.memory_limit, self.options.cache_bytes)
 
     def entries(self) -> list[Entry]:
         """The models to load at the start, which stay loaded unless --keep-alive is given."""
@@ -613,7 +613,7 @@ def _locked(directory: Path) -> int:
 
 def _about(host: str, listening: socket.socket, catalog: Catalog, with_key: bool) -> Table:
     """The server's address and models, and how to use it."""
-    from ..server.memory import in_words
+    from ..server.memory_budget import in_words
     from ..server.prompts import why_no_tools
 
     worker, address = catalog.worker, f"http://{bracketed(host)}:{listening.getsockname()[1]}"

@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -289,7 +288,7 @@ class Experience:
     ) -> None:
         self.probe_step = 0
         self._kinds: dict[tuple[int, ...], Corrections | None] = {}  # the last used comes last
-        self._of_texts: defaultdict[str, Corrections] = defaultdict(Corrections)
+        self.of_memory = Corrections()
         self._path, self._clock = path, clock
         self._next_save = clock()
         kept = read_kept("experience", path, _read_weights) if path else None
@@ -307,10 +306,6 @@ class Experience:
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
         return [self.corrections] if own is None else [own, self.corrections]
-
-    def of_texts(self, name: str) -> Corrections:
-        """The corrections for drafts from other texts, such as a memory; they are not saved."""
-        return self._of_texts[name]
 
     def end(self) -> None:
         """Save the experience if there is a path, unless the last save is recent."""

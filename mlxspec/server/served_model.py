@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 
-from ..corpus.memory import MAX_TOKENS, Memory
+from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
 from ..corpus.suffix_index import MOST_BYTES
 from ..drafting.drafter import Drafter
 from ..drafting.learned import cache_directory, read_kept, write_among_newest
@@ -209,7 +209,7 @@ class ServedModel:
         return context_length(self.decoder.model)
 
     @property
-    def memories(self) -> list[Memory]:
+    def memories(self) -> list[AnswerIndex]:
         """The memories of answers of all partitions."""
         decoders = [self.decoder, *self._apart.copy().values()]
         found = (getattr(decoder.drafting, "memory", None) for decoder in decoders)

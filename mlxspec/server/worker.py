@@ -22,7 +22,7 @@ from ..generation.request import Request, State
 from ..generation.response import GenerationResponse
 from ..generation.session import Session
 from .body import ApiError, shown
-from .memory import ServerMemory, in_words
+from .memory_budget import ServerMemory, in_words
 from .metrics import Metrics
 from .served_model import ServedModel
 
@@ -455,7 +455,7 @@ class Worker(EngineThread):
             self.memory.remove(served)
             raise ApiError(
                 f"{in_words(self.memory.limit)} of memory is too little for "
-                f"{shown(served.name)}: allow at least {bound} with --memory, if the machine "
+                f"{shown(served.name)}: allow at least {bound} with --memory-limit, if the machine "
                 "has that much, or use a smaller or more quantised model",
                 status=413,
                 param="model",

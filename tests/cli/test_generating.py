@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
-from mlxspec.cli.common.generation import Generation, generation_options
+from mlxspec.cli.common.generation import GenerationSettings, generation_options
 from mlxspec.cli.common.output import error_console
 from mlxspec.cli.explain import explain_command
 from mlxspec.cli.memory import Memories
@@ -26,13 +26,13 @@ from tests.support.head_files import write_head
 from tests.support.scripted_model import EOS
 
 
-def taken(*arguments: object) -> Generation:
+def taken(*arguments: object) -> GenerationSettings:
     """What a command with these options makes of its arguments."""
     results = []
 
     @click.command()
     @generation_options()
-    def command(generation: Generation) -> None:
+    def command(generation: GenerationSettings) -> None:
         results.append(generation)
 
     given = ("--model", "any", "--max-tokens", "9", *map(str, arguments))
@@ -206,7 +206,7 @@ def test_a_window_runs_up_to_the_output_s_end_and_not_beyond(endless: Path) -> N
         (("--decoder", "auto", "-G", "3"), "guess-set-size is for --decoder lookahead"),
         (("--decoder", "plain", "--no-pool-from-prompt"), "--pool-from-prompt is for"),
         (("--decoder", "lookahead", "--n-draft", "3"), "--n-draft is for --decoder prompt-lookup"),
-        (("--decoder", "lookahead", "--store", "x"), "--store is for --decoder auto"),
+        (("--decoder", "lookahead", "--head", "x"), "--head is for --decoder auto"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -24,7 +24,7 @@ from mlxspec.server import served_model
 from mlxspec.server.app import create_app
 from mlxspec.server.body import ApiError
 from mlxspec.server.catalog import Catalog, Entry
-from mlxspec.server.memory import ServerMemory
+from mlxspec.server.memory_budget import ServerMemory
 from mlxspec.server.served_model import ServedModel
 from mlxspec.server.worker import Worker
 from tests.support.demo import FLAT, given_costs, stand_in

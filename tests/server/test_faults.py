@@ -28,7 +28,7 @@ from mlxspec.generation.request import State
 from mlxspec.server import app
 from mlxspec.server.auth import MOST_BYTES
 from mlxspec.server.body import ApiError
-from mlxspec.server.memory import in_words
+from mlxspec.server.memory_budget import in_words
 from mlxspec.server.openai import CompletionAnswer
 from mlxspec.server.worker import ServedRequest
 from tests.support.brake import Brake, braked, until

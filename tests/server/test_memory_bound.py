@@ -19,8 +19,8 @@ from mlxspec.engine.heads import TrainedHead
 from mlxspec.engine.params import CacheOptions
 from mlxspec.generation.drafting import Auto
 from mlxspec.generation.request import State
-from mlxspec.server import memory as server_memory
-from mlxspec.server.memory import ServerMemory
+from mlxspec.server import memory_budget
+from mlxspec.server.memory_budget import ServerMemory
 from mlxspec.server.served_model import CacheMemory, Need, ServedModel
 from mlxspec.server.worker import Worker
 from tests.support import heads
@@ -173,7 +173,7 @@ def test_a_model_finds_room_if_its_weights_fit_beside_what_is_reserved() -> None
 def free(memory: ServerMemory, nbytes: int) -> Iterator[None]:
     """Other programs have left so many bytes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_memory, "free_memory", lambda: nbytes)
+        patch.setattr(memory_budget, "free_memory", lambda: nbytes)
         memory._next_look = 0.0
         yield
 

@@ -246,6 +246,6 @@ class ServerMemory:
 
 
 def in_words(nbytes: int) -> str:
-    """A readable size in the units of ``--memory``, rounded down."""
+    """A readable size in the units of ``--memory-limit``, rounded down."""
     mebibytes = nbytes >> 20
     return f"{mebibytes / 1024:,.1f} GiB" if mebibytes >= 10_000 else f"{mebibytes:,} MiB"
