@@ -93,7 +93,7 @@ def explain_command(
                 bar(last.generation_tokens, generation.max_tokens)
         if skip is not None and skip >= len(recorded):
             raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps; skip fewer")
-        shown = range(len(recorded))[skip:]
+        shown = [*range(len(recorded))][skip:]
         if skip is None:
             shown = [n for n in shown if recorded[n].verified.accepted] or shown
         text, model = _text_of(decoder.tokenizer), given_name(model_or_default(generation.model))

@@ -254,7 +254,7 @@ def test_ctrl_c_while_the_model_loads_is_quiet(monkeypatch: pytest.MonkeyPatch):
     def load(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlxspec.models.heads.loading.load", load)
+    monkeypatch.setattr("mlxspec.models.heads.loading.load_parts", load)
     result = generate("--model", "demo", "--prompt", "a")
     assert result.exit_code == 130
     assert result.stderr.strip() == "Interrupted."

@@ -361,7 +361,7 @@ def test_other_drafts_leave_out_the_head_that_comes_with_the_model(
 def test_a_head_that_makes_no_sense_is_one_line_before_a_model_is_loaded(
     options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxspec.models.heads.loading.load", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("mlxspec.models.heads.loading.load_parts", lambda *_, **__: 1 / 0)
     result = generate("--model", "demo", "--prompt", "a", *options)
     assert message in result.stderr
     assert result.exit_code == (2 if "" in options else 1)
