@@ -219,19 +219,20 @@ class Sequence:
 
     def accept(self) -> Accepted:
         """Wait for the target's choices and walk the tree along them."""
-        nodes, tokens = accept(self.tree, cast(list[int], self.forward.choices.tolist()))
+        choices = cast(list[int], self.forward.choices.tolist())
+        nodes, tokens = accept(self.tree, choices)
         self.finished = len(tokens) >= self.remaining
         for count, token in enumerate(tokens, start=1):
             if self.ends(token):
                 tokens, self.finished = tokens[:count], True
                 break
-        return Accepted(nodes[: len(tokens)], tokens)
+        return Accepted(nodes[: len(tokens)], tokens, tuple(choices))
 
     def settle(self, accepted: Accepted) -> VerifiedStep:
         """Commit the accepted rows, which :func:`move_accepted` has moved, and let the drafter
         observe the step.
         """
-        tree, forward, (nodes, tokens) = self.tree, self.forward, accepted
+        tree, forward, (nodes, tokens, choices) = self.tree, self.forward, accepted
         if len(tree) > 1:
             with mx.stream(generation_stream):
                 self.target.commit_moved(accepted.rows)
@@ -244,7 +245,6 @@ class Sequence:
         self._steps += 1
         if self._steps % _STEPS_BETWEEN_CLEARING == 0:
             mx.clear_cache()
-        choices = tuple(cast(list[int], forward.choices.tolist()))
         greedy = forward.argmaxes is forward.choices
         argmaxes = choices if greedy else tuple(cast(list[int], forward.argmaxes.tolist()))
         ended = time.perf_counter()
@@ -276,10 +276,12 @@ class Accepted(NamedTuple):
     Attributes:
         nodes: the accepted nodes of the step's tree, in order; the first is a child of the root.
         tokens: the emitted tokens.
+        choices: the target's token after each node of the tree.
     """
 
     nodes: tuple[int, ...]
     tokens: tuple[int, ...]
+    choices: tuple[int, ...]
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -292,21 +294,21 @@ class Forward:
     """A sequence's part of a dispatched forward.
 
     Args:
-        logits: the logits after the sequence's rows, (rows, vocabulary); None once tokens are
-            chosen.
         rows: the number of rows of the whole forward, including those of other sequences.
         sequences: the number of sequences that share the forward.
         pipelined: whether it was dispatched during the previous step.
 
     Attributes:
+        logits: the logits after the sequence's rows, (rows, vocabulary), until tokens are chosen;
+            None then.
         choices, argmaxes: (rows,), once tokens are chosen.
         logprobs: (rows, vocabulary); (vocabulary,) for a single row.
     """
 
-    logits: mx.array | None
     rows: int
     sequences: int
     pipelined: bool
+    logits: mx.array | None = field(init=False, default=None)
     choices: mx.array = field(init=False)
     argmaxes: mx.array = field(init=False)
     logprobs: mx.array = field(init=False)
@@ -418,16 +420,17 @@ def dispatch(
         else:
             ((target, tokens, tree),) = rows.values()
             logits = target.forward(tokens, tree)
-        forwards = {
-            sequence: Forward(logits[span], n_rows, len(rows), ahead)
-            for sequence, span in zip(rows, spans, strict=True)
-        }
+        forwards = {sequence: Forward(n_rows, len(rows), ahead) for sequence in rows}
         if any(sequence.chooser.grammar for sequence in rows):
             mx.async_eval(logits)  # computed while the masks are made
-        if len(rows) > 1 and all(sequence.chooser.takes_argmax for sequence in rows):
+        shares = len(rows) > 1 and all(sequence.chooser.takes_argmax for sequence in rows)
+        if shares:
             choices, logprobs = sequences[0].chooser.choose(logits, ())
-            for forward, span in zip(forwards.values(), spans, strict=True):
+        for forward, span in zip(forwards.values(), spans, strict=True):
+            if shares:
                 forward.set_choices(choices[span], logprobs[span], greedy=True)
+            else:
+                forward.logits = logits[span]
         chosen = each(
             lambda s: s.choose(forwards[s], rows[s][2], rows[s][1] if ahead else None), rows
         )
