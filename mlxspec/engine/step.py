@@ -115,10 +115,8 @@ class Sequence:
         Yields:
             the number of prompt tokens processed so far, and the total.
         """
-        self.drafter.attach(self.target, self.chooser.perturb)
-        self.drafter.begin(list(self.prompt))
-        self._open = True
-        tokens = self.prompt[self._n_cached : -1]  # the last token runs in the first step
+        self._begin_drafter()
+        tokens = self.tokens_to_prefill
         chunks = self.target.prefill_in_chunks(tokens, chunk, self.in_mlx_lms_chunks)
         with closing(chunks) as progress:
             while True:
@@ -127,6 +125,34 @@ class Sequence:
                 if done is None:
                     return
                 yield done, len(tokens)
+
+    @property
+    def tokens_to_prefill(self) -> tuple[int, ...]:
+        """The prompt's tokens after the cached ones, without the last one, which the first step
+        runs.
+        """
+        return self.prompt[self._n_cached : -1]
+
+    def begin_as_rows(self) -> JointRows:
+        """Begin with the whole prompt as a chain of rows, for a forward with other prompts.
+
+        Only if :attr:`begins_as_rows`. All rows then have to be committed.
+        """
+        self._begin_drafter()
+        self.target.prefill(())  # converts the caches
+        first, *others = self.tokens_to_prefill
+        return self.target, mx.array([first, *others]), DraftTree.chain(first, others)
+
+    @property
+    def begins_as_rows(self) -> bool:
+        """Whether :meth:`begin_as_rows` gives the same result as :meth:`begin`."""
+        tokens = len(self.tokens_to_prefill)
+        return tokens > 0 and not self.in_mlx_lms_chunks and self.target.takes_as_rows(tokens)
+
+    def _begin_drafter(self) -> None:
+        self.drafter.attach(self.target, self.chooser.perturb)
+        self.drafter.begin(list(self.prompt))
+        self._open = True
 
     def close(self) -> None:
         """Cut the cache to the context and end the drafter.
@@ -501,6 +527,28 @@ class Batch:
                 self._has_failed = True
                 log_fault(error)
             return None
+
+    def takes_prompt(self, sequence: Sequence) -> bool:
+        """Whether a sequence's prompt can run in one forward with others."""
+        takes = self._joint and self._joint.takes(sequence.target)
+        return bool(takes) and sequence.begins_as_rows
+
+    def prefill(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Run the prompts of several sequences in one forward, as :meth:`Sequence.begin` does.
+
+        Args:
+            sequences: :meth:`takes_prompt` says so for each. An exception of a drafter becomes its
+                sequence's fault.
+        """
+        assert self._joint
+        with mx.stream(generation_stream):
+            rows = each(Sequence.begin_as_rows, sequences)
+            if rows:
+                self._joint.forward([*rows.values()])
+            for target, tokens, _ in rows.values():
+                target.commit_moved(range(len(tokens)))
+            mx.eval([target.arrays for target, *_ in rows.values()])
+            mx.clear_cache()
 
     def join(self, sequence: Sequence) -> None:
         """Add a sequence whose prompt has run."""

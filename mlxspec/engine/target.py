@@ -400,6 +400,14 @@ class Target:
             return max(0, self.options.quantized_kv_start - 2 - self.length)
         return sys.maxsize
 
+    def takes_as_rows(self, tokens: int) -> bool:
+        """Whether a prompt of ``tokens`` tokens may run as the rows of a step, all accepted."""
+        return (
+            tokens <= min(self.max_depth, self.options.prefill_step_size)
+            and not self._marks_within(tokens, False)
+            and self.head is None
+        )
+
     def prefill(self, tokens: Sequence[int]) -> None:
         """Put prompt tokens into the caches, in chunks of ``options.prefill_step_size``."""
         for _ in self.prefill_in_chunks(tokens):
