@@ -166,7 +166,8 @@ class ServeOptions:
     )
     stall: float = _request_option(
         "--stall SECONDS",
-        "Let other prompts delay an answer's next token by at most this long.",
+        "Let other prompts delay an answer's next token by at most this long, and by at most three "
+        "steps.",
         default=0.15,
         type=click.FloatRange(0, min_open=True),
     )

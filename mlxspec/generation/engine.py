@@ -29,7 +29,7 @@ _LEAST_CHUNK, _MOST_CHUNK = 16, 2048
 _SECONDS, _LEAST_ALONE = 1.0, 256
 _MOST_STEPS = 3  # plain steps that decoding requests may wait for prompts
 _CHANGE = 0.3  # weight of the newest chunk in the running average of the prefill's speed
-_LEAST_UNREAD = 16  # a paused request resumes once this few responses are unread
+LEAST_UNREAD = 16  # a paused request resumes once this few responses are unread
 
 
 class Engine:
@@ -107,9 +107,12 @@ class Engine:
             self._end(request, error)
 
     def has_read(self, request: Request, count: int) -> None:
-        """Count ``count`` responses as read; resume a paused request once few are unread."""
+        """Count ``count`` responses as read; resume a paused request once few are unread.
+
+        Up to ``LEAST_UNREAD`` read responses may be counted later, with further ones.
+        """
         request.unread -= count
-        if request.unread <= _LEAST_UNREAD and request.state is State.PAUSED:
+        if request.unread <= LEAST_UNREAD and request.state is State.PAUSED:
             request.state = State.DECODE
 
     @property
