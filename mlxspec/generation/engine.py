@@ -37,8 +37,10 @@ class Engine:
 
     Each turn runs chunks of prompts for as long as decoding requests may wait, and then one step of
     every request whose prompt is done. Short prompts share a chunk. Requests start in order of
-    arrival, and prompts take turns, so every request makes progress. If a request's drafter,
-    processor or consumer raises, only that request ends.
+    arrival. The tokens of prompts that have run are a clock: each prompt is due as many tokens
+    after its start as it has itself, and the one that is due first runs. So short prompts overtake
+    long ones, and none is overtaken for long. If a request's drafter, processor or consumer raises,
+    only that request ends.
 
     Args:
         decoder: the model and its tokenizer.
@@ -84,10 +86,11 @@ class Engine:
         self._step_seconds = 0.0
         self._plain_seconds = math.inf  # of a step without drafts
         self._prefill_speed = 0.0  # tokens per second
+        self._prompt_tokens = 0  # that have run
         self._deadline = math.inf  # when this turn's prompts must stop
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        """Requests that have started; a request whose chunk has run moves to the end."""
+        """Requests that have started."""
         self._joins = False
         """Whether the batch is made for several sequences."""
         self._batch = self._new_batch(JointMode.ALONE)
@@ -156,6 +159,8 @@ class Engine:
             self._waiting.remove(request)
             try:
                 request.start()
+                assert request.sequence is not None
+                request.due = self._prompt_tokens + len(request.sequence.tokens_to_prefill)
             except Exception as error:
                 self._end(request, error)
 
@@ -194,19 +199,18 @@ class Engine:
                 self._deadline = time.perf_counter() + (
                     min(self.stall, steps) if bounded else self.stall
                 )
+            prefilling.sort(key=lambda request: request.due)
             if together := self._short_ones(prefilling):
                 self._run_together(together)
             else:
-                request = prefilling[0]
-                self._running.append(request)  # first, so that an interrupt does not lose it
-                self._running.remove(request)
-                self._run_chunk(request)
+                self._run_chunk(prefilling[0])
             # Stop even without decoding requests, so that requests can be cancelled.
             if time.perf_counter() >= min(self._deadline, started + self.stall):
                 return
 
     def _note_speed(self, tokens: int, started: float) -> None:
         """Update the prefill's speed, given that ``tokens`` have run since ``started``."""
+        self._prompt_tokens += tokens
         seconds = time.perf_counter() - started
         self.prefill_seconds += seconds
         if tokens:
@@ -224,7 +228,7 @@ class Engine:
         return max(least, int(min(_MOST_CHUNK, self._prefill_speed * seconds)))
 
     def _short_ones(self, prefilling: list[Request]) -> list[Request]:
-        """The first prompts that run whole in one forward; none if there are fewer than two."""
+        """The prompts, due in this order, that run whole in one forward; none if less than two."""
         if len(prefilling) == 1 or self._max_active == 1:
             return []
         self._share_steps()
@@ -347,7 +351,7 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         for requests in (self._waiting, self._running):
-            while request in requests:  # twice if a move was interrupted
+            if request in requests:
                 requests.remove(request)
 
     def _join(self, sequence: Sequence) -> None:

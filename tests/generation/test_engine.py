@@ -294,6 +294,27 @@ def test_running_generations_go_on_while_a_long_prompt_is_run() -> None:
     assert len(running.tokens) == 60
 
 
+def test_short_prompts_overtake_long_ones_that_are_due_later() -> None:
+    engine = Engine(small_decoder(), stall=1e-6)
+    order: list[str] = []
+
+    def submit_one(name: str, tokens: int) -> None:
+        prompt = [(7 * i + len(name)) % 64 for i in range(tokens)]
+        submit(engine, prompt, lambda response: order.append(name), 1)
+
+    submit_one("running", 2)
+    submit_one("long", 1200)
+    submit_one("shorter", 600)
+    engine.turn()
+    engine.turn()
+    submit_one("short", 300)
+    while len(order) < 3:
+        engine.turn()
+    submit_one("too late", 1000)
+    engine.run()
+    assert order == ["running", "short", "shorter", "long", "too late"]
+
+
 def test_running_generations_wait_for_a_prompt_no_longer_than_a_few_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -481,7 +502,7 @@ def test_an_interrupt_as_prompts_take_turns_leaves_their_sessions_to_the_next() 
             submit(engine, prompt, lambda response: None, 2, session=session)
         engine.run()
 
-    moving = [one for one in functions_of(Engine) if one.__name__ in ("_move_to_end", "_forget")]
+    moving = [one for one in functions_of(Engine) if one.__name__ in ("_prefill", "_forget")]
     for sessions in interrupted_anywhere(moving, prepare, run):
         for prompt, session in zip(prompts, sessions, strict=True):
             assert alone(decoder, prompt, 2, session=session) == alone(decoder, prompt, 2)
