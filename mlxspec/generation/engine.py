@@ -194,11 +194,9 @@ class Engine:
         while prefilling := self._in(State.PREFILL):
             decoding = bool(self._in(State.DECODE))
             if (hurried or decoding) and self._deadline == math.inf:
-                steps = _MOST_STEPS * self._plain_seconds
-                bounded = decoding and self.stall < math.inf
-                self._deadline = time.perf_counter() + (
-                    min(self.stall, steps) if bounded else self.stall
-                )
+                own = decoding and self.stall < math.inf
+                steps = _MOST_STEPS * self._plain_seconds if own else math.inf
+                self._deadline = time.perf_counter() + min(self.stall, steps)
             prefilling.sort(key=lambda request: request.due)
             if together := self._short_ones(prefilling):
                 self._run_together(together)
