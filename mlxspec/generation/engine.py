@@ -302,7 +302,8 @@ class Engine:
         """Pass on the responses of a request's step."""
         try:
             cost = self._batch.cost(sequence, step)
-            if self._deadline == math.inf:  # otherwise its forward may have run beside a prompt
+            # Only if its time is that of one forward, with no prompt beside it.
+            if step.pipelined == step.ahead and self._deadline == math.inf:
                 self._plain_seconds = self._step_seconds / max(1.0, cost)  # 1 if unknown
             request.on_step(step, self._step_seconds, cost)
             for response in request.responses_of(step):
