@@ -452,10 +452,11 @@ def dispatch(
         shares = len(rows) > 1 and all(sequence.chooser.takes_argmax for sequence in rows)
         if shares:
             choices, logprobs = sequences[0].chooser.choose(logits, ())
-        for forward, span in zip(forwards.values(), spans, strict=True):
-            if shares:
-                forward.set_choices(choices[span], logprobs[span], greedy=True)
-            else:
+            split = zip(_split(choices, spans), _split(logprobs, spans), strict=True)
+            for forward, (chosen_tokens, own) in zip(forwards.values(), split, strict=True):
+                forward.set_choices(chosen_tokens, own, greedy=True)
+        else:
+            for forward, span in zip(forwards.values(), spans, strict=True):
                 forward.logits = logits[span]
         chosen = each(
             lambda s: s.choose(forwards[s], rows[s][2], rows[s][1] if ahead else None), rows
@@ -475,6 +476,13 @@ def dispatch(
         if len(rows[sequence][2]) == 1:
             sequence.target.commit_moved((0,))
     return chosen
+
+
+def _split(array: mx.array, spans: abc.Sequence[slice]) -> list[mx.array]:
+    """The rows of each span, in one operation; together the spans are all rows, in any order."""
+    ends = sorted(span.stop for span in spans)
+    parts = dict(zip(ends, mx.split(array, ends[:-1]), strict=True))
+    return [parts[span.stop] for span in spans]
 
 
 def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
