@@ -25,6 +25,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 
 import mlxspec  # noqa: F401  (before mlx.core, for OpenBLAS)
+from mlxspec.engine.loaded_model import LoadedModel
 
 # isort: split
 import numpy as np
@@ -55,7 +56,7 @@ _PLAIN_STEP = 0.02  # seconds
 
 def predict() -> None:
     """Print predicted and measured costs."""
-    target = random_model(
+    model = random_model(
         "llama",
         hidden_size=512,
         intermediate_size=1536,
@@ -64,10 +65,11 @@ def predict() -> None:
         head_dim=64,
         vocab_size=8192,
     )
+    target = LoadedModel(model)
     with tempfile.TemporaryDirectory() as directory:
         cache = CostCache(Path(directory))
         fresh, corrected = (costs_for(target, cache=cache) for _ in range(2))
-        measured = cache.read(cost_key(target))
+        measured = cache.read(cost_key(model))
     for context, known in measured.items():
         print(f"measured behind {context} tokens: {[time.rows for time in known.times]} rows")
     print(f"{'context':>8} {'rows':>5} {'predicted':>10} {'measured':>9} {'error':>6} {'then':>6}")

@@ -132,9 +132,9 @@ part("import")
 model, tokenizer = mlxspec.load(sys.argv[1])
 part("load")
 decoder = AutoDecoder(model, tokenizer)
-decoder.chain_capability, decoder.capability
+decoder.loaded.chain_capability, decoder.loaded.capability
 part("capability")
-decoder.joint_mode
+decoder.loaded.joint_mode
 part("joint mode")
 decoder.costs
 part("costs")

@@ -110,7 +110,7 @@ class Methods:
 
     def _cold(self, prompt: list[int], **options: Any) -> Any:
         """Answer as the first generation of a process, but with the model loaded and probed."""
-        _ = self.cold.capability, self.cold.costs, self.cold.token_classes
+        _ = self.cold.loaded.capability, self.cold.costs, self.cold.token_classes
         fresh = self.cold.apart(0)
         del fresh.costs  # so that they are read from their file, without what steps have shown
         return fresh.stream(prompt, **options)

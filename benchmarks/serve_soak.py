@@ -573,7 +573,7 @@ def choices_of(events: list[Any]) -> list[Choice]:
 
 def alone(decoder: mlxspec.Decoder, body: Body) -> tuple[tuple[Choice, ...], int]:
     """The choices of a request and their tokens, generated one after the other."""
-    tokenizer, vocab_size = decoder.tokenizer, decoder.vocab_size
+    tokenizer, vocab_size = decoder.tokenizer, decoder.loaded.vocab_size
     if body.path == CHAT:
         request: Any = parse(ChatBody, body.content)
         prompts: Any = [chat_prompt(request, tokenizer)]

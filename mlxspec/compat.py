@@ -33,6 +33,7 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from .corpus.answer_index import AnswerIndex
 from .engine.draft_model import DraftModelDrafter, check_vocabularies
+from .engine.loaded_model import LoadedModel
 from .engine.target import Progress
 from .errors import OptionError
 from .generation.decoder import AutoDecoder
@@ -163,8 +164,8 @@ def stream_generate(
     drafting = decoder.drafting
     if draft_model is not None:
         options.pop("max_kv_size", None)
-        check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
         drafter = DraftModelDrafter(draft_model, num_draft_tokens)
+        check_vocabularies(drafter.loaded, decoder.loaded.vocab_size, len(decoder.tokenizer))
         drafting = replace(drafting, extra=lambda: drafter)
     return responses(decoder.new_request(prompt, max_tokens, options, drafting))
 
@@ -178,10 +179,14 @@ def _progress(callback: Progress, done: int, total: int) -> None:
 
 
 class _KeptDecoder(AutoDecoder):
-    """A decoder that yields mlx-lm's text, and does not keep its model alive."""
+    """A decoder that yields mlx-lm's text."""
 
     def new_detokenizer(self) -> StreamingDetokenizer:
         return self.tokenizer.detokenizer
+
+
+class _WeaklyLoadedModel(LoadedModel):
+    """A loaded model that does not keep mlx-lm's alive."""
 
     @property
     def model(self) -> nn.Module:
@@ -225,7 +230,9 @@ def decoder_of(
         if decoder is None or made_for is not tokenizer or of_size != size:
             known = isinstance(tokenizer, TokenizerWrapper)
             wrapped = tokenizer if known else TokenizerWrapper(tokenizer)
-            decoder = _KeptDecoder(model, wrapped, memory=_memory_of[-1](wrapped))
+            decoder = _KeptDecoder(
+                _WeaklyLoadedModel(model), wrapped, memory=_memory_of[-1](wrapped)
+            )
             _kept[id(model)] = tokenizer, size, decoder
             weakref.finalize(model, _kept.pop, id(model), None)
     return decoder

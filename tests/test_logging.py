@@ -15,6 +15,7 @@ from mlxspec.drafting.costs import KnownTime
 from mlxspec.drafting.learned import CostCache, KnownTimes
 from mlxspec.engine import costs
 from mlxspec.engine.costs import costs_for
+from mlxspec.engine.loaded_model import LoadedModel
 from tests.support.demo import stand_in_decoder
 from tests.support.llamas import repetitive_llama
 
@@ -32,11 +33,11 @@ def test_models_costs_and_capabilities_are_logged(
     monkeypatch.setattr(costs, "calibrate", lambda *_, **__: KnownTimes(times, "quick"))
     tokenizer = mlxspec.load("demo")[1]
     for _ in range(2):
-        costs_for(repetitive_llama(), cache=CostCache(tmp_path))
+        costs_for(LoadedModel(repetitive_llama()), cache=CostCache(tmp_path))
     decoder = mlxspec.Decoder(repetitive_llama(), tokenizer)
-    _ = decoder.capability, decoder.joint_mode
+    _ = decoder.loaded.capability, decoder.loaded.joint_mode
     loaded, measured, known, tried, verifies, *_, shares = caplog.messages
-    assert re.fullmatch(r"loaded demo from .*demo_model in \d+\.\d s", loaded)
+    assert re.fullmatch(r"loaded .*demo_model in \d+\.\d s", loaded)
     times_in_words = r"T\(1\) 20\.0 ms, .*, T\(8\) 40\.0 ms"
     assert re.fullmatch(rf"measured .* after 64 tokens: {times_in_words}", measured)
     assert re.fullmatch(rf"step times are known from {re.escape(str(tmp_path))}/\S*\.json", known)

@@ -212,7 +212,7 @@ PYTHON = [page for page in PAGES if any(b.language == "python" for b in blocks(p
 @pytest.mark.parametrize("page", PYTHON)
 def test_programs_run(page: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = given_costs(FLAT)
-    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", lambda *_, **__: costs)
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: costs)
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
         if block.language == "python":

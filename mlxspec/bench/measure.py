@@ -30,6 +30,7 @@ import mlxspec
 
 from ..drafting.drafter import Drafter, DraftTree
 from ..engine.costs import machine_identity, model_identity, whole_memory
+from ..engine.loaded_model import LoadedModel
 from ..engine.model_sizes import context_length
 from ..engine.params import SamplingParams
 from ..engine.sampling import Chooser
@@ -145,16 +146,16 @@ when the first token's forward begins. It remembers no answers. Otherwise a repe
 would be drafted from the earlier one.
 """
 
-MakeStream = Callable[[nn.Module, TokenizerWrapper], Stream]
+MakeStream = Callable[[LoadedModel, TokenizerWrapper], Stream]
 """Makes a :data:`Stream` for a loaded model and its tokenizer."""
 
 
 def decoding(drafting: Drafting) -> MakeStream:
     """mlxspec's decoder with this kind of drafting."""
-    return lambda model, tokenizer: Decoder(model, tokenizer, drafting).stream
+    return lambda loaded, tokenizer: Decoder(loaded, tokenizer, drafting).stream
 
 
-def _mlx_lm(model: nn.Module, tokenizer: TokenizerWrapper) -> Stream:
+def _mlx_lm(loaded: LoadedModel, tokenizer: TokenizerWrapper) -> Stream:
     """mlx-lm's own generation. It is always greedy, since its random numbers are not mlxspec's."""
 
     def stream(
@@ -165,7 +166,7 @@ def _mlx_lm(model: nn.Module, tokenizer: TokenizerWrapper) -> Stream:
                 on_progress(done, total)
 
         return mlx_lm.stream_generate(
-            model,
+            loaded.model,
             tokenizer,
             prompt,
             max_tokens=max_tokens,
@@ -289,7 +290,8 @@ def measure(
     Raises:
         PromptError: the model's chat template refuses a prompt.
     """
-    backends = {name: make(model, tokenizer) for name, make in makers.items()}
+    loaded = LoadedModel(model)
+    backends = {name: make(loaded, tokenizer) for name, make in makers.items()}
     longest = context_length(model)
     is_first = True
 

@@ -64,6 +64,7 @@ def cache_prompt_command(
     from mlx_lm.models.cache import make_prompt_cache
 
     from ..engine.capability import check_quantization
+    from ..engine.loaded_model import LoadedModel
     from ..engine.model_sizes import context_length
     from ..engine.prompt_cache import (
         check_replaceable,
@@ -71,7 +72,6 @@ def cache_prompt_command(
         prompt_cache_path,
         save_prompt_cache,
     )
-    from ..engine.target import vocabulary_size
     from ..generation.options import prompt_ids
     from ..models.model import load
 
@@ -86,7 +86,7 @@ def cache_prompt_command(
     loaded, tokenizer = load(name, adapter_path=adapter_path)
     check_quantization(loaded, caches)
     ids, _ = prompt.encoded(source, tokenizer, ended=False)
-    tokens = prompt_ids(ids, tokenizer, vocabulary_size(loaded), context_length(loaded))
+    tokens = prompt_ids(ids, tokenizer, LoadedModel(loaded).vocab_size, context_length(loaded))
     note_if_demo(model)
     cache = make_prompt_cache(loaded, caches.max_kv_size)
     check_savable(cache)

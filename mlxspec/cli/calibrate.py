@@ -175,18 +175,19 @@ def measured_curves(
     from ..drafting.learned import CostCache
     from ..drafting.measurement import CAREFUL, noise
     from ..engine import costs
+    from ..engine.loaded_model import LoadedModel
     from ..engine.patches import split_attention
 
     for asked in contexts:
         costs.check_context(model, CAREFUL, asked)
-    cache = CostCache()
+    cache, loaded = CostCache(), LoadedModel(model)
     # Shared steps are measured with the split of attention that generation uses.
-    split_attention(model, costs.split_length(cache.read(costs.cost_key(model))))
+    split_attention(loaded, costs.split_length(cache.read(costs.cost_key(model))))
     found = {}
-    for context in sorted(set(contexts)) or costs.measured_contexts(model, sequences):
+    for context in sorted(set(contexts)) or costs.measured_contexts(loaded, sequences):
         with ProgressBar("Measuring step times") as measuring:
             found[context] = costs.calibrate(
-                model,
+                loaded,
                 CAREFUL,
                 context=context,
                 sequences=sequences,

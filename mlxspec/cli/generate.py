@@ -215,7 +215,7 @@ def decode_plainly(
     from ..generation.decoder import Decoder
     from ..generation.response import GenerationResult
 
-    plain, without_drafts = GenerationResult(), Decoder(decoder.model, decoder.tokenizer)
+    plain, without_drafts = GenerationResult(), Decoder(decoder.loaded, decoder.tokenizer)
     bar = ProgressBar("without drafts", MofNCompleteColumn(), console=console)
     with suppress(KeyboardInterrupt), bar:
         for response in generation.stream(without_drafts, tokens, **how):

@@ -92,23 +92,22 @@ def inspect_command(model: str | None, adapter_path: str | None, anew: bool, as_
 def _model_report(model: nn.Module, anew: bool) -> dict[str, Any]:
     """A model's properties, and what trial steps have shown."""
     from ..engine.costs import machine_identity
+    from ..engine.loaded_model import LoadedModel
     from ..engine.model_sizes import cache_kinds, context_length
-    from ..engine.probes import Probes
-    from ..engine.target import vocabulary_size
 
-    probes = Probes(model, anew)
+    loaded = LoadedModel(model, anew=anew)
     with told_if_slow("Examining the model"):
-        (capability, reason), (joint, joint_reason) = probes.drafts, probes.joint
+        (capability, reason), (joint, joint_reason) = loaded.drafts, loaded.joint
     return {
         "layers": len(model.layers),
-        "vocabulary": vocabulary_size(model),
+        "vocabulary": loaded.vocab_size,
         "context": context_length(model),
-        "caches": [asdict(kind) for kind in cache_kinds(model)],
+        "caches": [asdict(kind) for kind in cache_kinds(loaded)],
         "tier": capability.value,
         "reason": reason,
         "joint": joint.value,
         "joint_reason": joint_reason,
-        "tried_on": probes.tried_on,
+        "tried_on": loaded.findings.tried_on,
         "blas": machine_identity().get("blas"),
     }
 

@@ -538,7 +538,7 @@ class _Loader:
         is_named = entry.path in self.paths
         how = self.named.for_model(entry.path, is_named)
         decoder = how.load(None, self.memories, self.leader, on_read)
-        _ = decoder.capability  # if this takes forwards, other models can answer meanwhile
+        _ = decoder.loaded.capability  # if this takes forwards, other models can answer meanwhile
         on_read(0)  # the server may be shutting down
         owner = self.keys[0] if len(self.keys) == 1 else ""
         most = self.memory.most_cached
@@ -624,7 +624,7 @@ def _about(host: str, listening: socket.socket, catalog: Catalog, with_key: bool
         length = served.context_length
         context = f"{length:,} tokens of context" if length else "context length unknown"
         rows.add_row("model", f"{one_line(served.name)}, {context}")
-        if trained := getattr(served.decoder.model, "trained_head", None):
+        if trained := served.decoder.loaded.trained_head:
             rows.add_row("head", trained.head.title)
         if reason := why_no_tools(served.decoder.tokenizer):
             rows.add_row("tools", f"not supported, since {reason}")

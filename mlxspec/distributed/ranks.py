@@ -26,6 +26,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..drafting.drafter import DraftTree
 from ..engine.joint import Joint, JointRows
+from ..engine.loaded_model import LoadedModel
 from ..engine.target import Target
 from ..errors import LoadError, MlxspecError
 from ..models.model import evaluate, load
@@ -41,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 def load_shard(
     path_or_repo: str | Path, group: mx.distributed.Group
-) -> tuple[nn.Module, TokenizerWrapper]:
+) -> tuple[LoadedModel, TokenizerWrapper]:
     """Load this rank's part of a model, which mlx-lm splits over the ranks of a group.
 
     Weights are read one at a time, and only this rank's part of each stays in memory.
@@ -63,11 +64,12 @@ def load_shard(
                 f"{path_or_repo}: rank {rank} has other weights or another config.json than rank "
                 "0; copy rank 0's files there, or name a directory with the same files on each"
             )
-    split(model, group, str(path_or_repo))
+    loaded = LoadedModel(model)
+    split(loaded, group, str(path_or_repo))
     evaluate(model, path_or_repo)
     # Wait for all ranks, on the CPU: a GPU would time out while a rank reads a slow disk.
     mx.eval(mx.distributed.all_sum(mx.array(1.0), stream=mx.cpu))
-    return model, tokenizer
+    return loaded, tokenizer
 
 
 _SAMPLES = 256  # of each weights file: all of a small one, and all larger matrices of a large one
@@ -90,7 +92,7 @@ def fingerprint(directory: Path) -> bytes:
     return digest.digest()
 
 
-def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
+def split(loaded: LoadedModel, group: mx.distributed.Group, name: str) -> None:
     """Keep only this rank's part of a model, without evaluating it.
 
     If mlx-lm's model has ``shard``, layers are replaced by sharded ones (tensor parallel). If it
@@ -100,18 +102,17 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
         LoadError: mlx-lm cannot split this architecture at all, or its heads or layers cannot
             be divided equally among the ranks.
     """
-    size = group.size()
-    model.is_pipeline = not hasattr(model, "shard")
-    if model.is_pipeline and not hasattr(getattr(model, "model", None), "pipeline"):
+    model, size = loaded.model, group.size()
+    loaded.group, loaded.is_pipeline = group, not hasattr(model, "shard")
+    if loaded.is_pipeline and not hasattr(getattr(model, "model", None), "pipeline"):
         kind = getattr(model, "model_type", type(model).__name__)
         raise LoadError(
             f"{name}: mlx-lm cannot split the architecture {kind!r} over several machines; "
             "run it without mlx.launch"
         )
-    model.split_over = group
     kinds, whole = _kinds(model), _numbers(model)
     try:
-        if model.is_pipeline:
+        if loaded.is_pipeline:
             model.model.pipeline(group)
             # Rank 0's caches must show what all ranks can do.
             if _kinds(model) != kinds:
@@ -127,7 +128,7 @@ def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
         # If other shapes do not fit, building the graph of a forward raises an error.
         model(mx.array([[0]]), cache=make_prompt_cache(model))
     except (AssertionError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        what = "layers" if model.is_pipeline else "key-value heads"
+        what = "layers" if loaded.is_pipeline else "key-value heads"
         raise LoadError(
             f"{name}: its heads or layers cannot be split into {size} equal parts; use a number "
             f"of ranks that divides its {what}"
@@ -196,7 +197,7 @@ class Leader:
         self._thread = threading.get_ident()
         self._dispatched = mx.array(0)
 
-    def load(self, path_or_repo: str | Path) -> tuple[nn.Module, TokenizerWrapper]:
+    def load(self, path_or_repo: str | Path) -> tuple[LoadedModel, TokenizerWrapper]:
         """Load a model split over all ranks; each rank loads its own part.
 
         Raises:
@@ -204,10 +205,10 @@ class Leader:
         """
         number = next(self._numbers)
         with self.repeating(_load, str(path_or_repo), result=number):
-            model, tokenizer = load_shard(path_or_repo, self.group)
-        model.leader = self
-        self._number(model, number)
-        return model, tokenizer
+            loaded, tokenizer = load_shard(path_or_repo, self.group)
+        loaded.leader = self
+        self._number(loaded, number)
+        return loaded, tokenizer
 
     def target(self, *args: Any) -> LeadingTarget:
         """Make a target on every rank, with the arguments of :class:`Target`."""
@@ -228,10 +229,10 @@ class Leader:
         weakref.finalize(made, self._dropped.append, number)
         made.number = number
 
-    def run(self, function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
+    def run(self, function: Callable[..., Result], loaded: LoadedModel, *args: Any) -> Result:
         """On every rank, call a function with the rank's part of a model."""
-        with self.repeating(function, model, *args):
-            return function(model, *args)
+        with self.repeating(function, loaded, *args):
+            return function(loaded, *args)
 
     def leads(self, made: LeadingTarget | LeadingJoint) -> bool:
         """Whether followers repeat a call: not while the object is made, nor in a repeated call."""
@@ -304,18 +305,24 @@ class _Pickler(pickle.Pickler):
         self.numbers: set[int] = set()
 
     def persistent_id(self, value: Any) -> int | None:
-        numbered = isinstance(value, nn.Module | Target | Joint)
+        numbered = isinstance(value, LoadedModel | Target | Joint)
         number: int | None = getattr(value, "number", None) if numbered else None
         if number is not None:
             self.numbers.add(number)
         return number
 
 
+def _leader_of(made: Target | Joint) -> Leader:
+    leader = made.loaded.leader
+    assert leader
+    return leader
+
+
 def _repeated(method: Callable[..., None], at_followers: Callable[..., None] | None = None) -> Any:
     """A method that the followers repeat, by calling ``at_followers`` if that is given."""
 
     def repeated(self: LeadingTarget | LeadingJoint, *args: Any) -> None:
-        leader, call = self.model.leader, (at_followers or method, self, *args)
+        leader, call = _leader_of(self), (at_followers or method, self, *args)
         with leader.repeating(*call) if leader.leads(self) else nullcontext():
             method(self, *args)
 
@@ -342,7 +349,7 @@ class LeadingTarget(Target):
 
     def forward(self, tokens: mx.array, tree: DraftTree) -> mx.array:
         """Like :meth:`Target.forward`, but dispatched at once, since the other ranks wait."""
-        leader = self.model.leader
+        leader = _leader_of(self)
         if not leader.leads(self):
             return super().forward(tokens, tree)
         with leader.repeating(_forward, self, [self], [tree]):
@@ -351,7 +358,7 @@ class LeadingTarget(Target):
 
     def fork(self, length: int, room: int) -> Target:
         forked = super().fork(length, room)
-        return self.model.leader.share_result(forked, Target.fork, self, length, room)
+        return _leader_of(self).share_result(forked, Target.fork, self, length, room)
 
 
 class LeadingJoint(Joint):
@@ -364,7 +371,7 @@ class LeadingJoint(Joint):
 
     def forward(self, members: Sequence[JointRows]) -> tuple[mx.array, list[slice]]:
         """Like :meth:`Joint.forward`, but dispatched at once, since the other ranks wait."""
-        leader = self.model.leader
+        leader = _leader_of(self)
         targets, tokens, trees = zip(*members, strict=True)
         with leader.repeating(_forward, self, targets, trees):
             shared = [*zip(targets, share(trees, tokens), trees, strict=True)]
@@ -375,7 +382,7 @@ class LeadingJoint(Joint):
 # --- the followers ---
 
 
-def _load(name: str) -> nn.Module:
+def _load(name: str) -> LoadedModel:
     return load_shard(name, mx.distributed.init())[0]
 
 

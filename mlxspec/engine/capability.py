@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,6 +36,9 @@ from .params import CacheOptions
 from .patches import finite, forward_at, install
 from .target import Capability, Target, target_for, together
 
+if TYPE_CHECKING:
+    from .loaded_model import LoadedModel
+
 _PREFIX = (3, 1, 4)  # the tokens before a trial step
 _ROWS_DIFFER = "several rows in one forward give different logits than in separate forwards"
 
@@ -45,23 +48,25 @@ _LEAST_ROUNDING = 1e-4
 _MOST_ROUNDING_FLOAT32, _MOST_ROUNDING_HALF = 1e-3, 3e-2
 
 
-def examine(model: nn.Module) -> tuple[Capability, str]:
+def examine(loaded: LoadedModel, capability: Capability) -> tuple[Capability, str]:
     """Find out which drafts the model verifies correctly.
+
+    Args:
+        capability: from :func:`chain_capability`.
 
     Returns:
         the model's capability, and the reason why it has no richer one.
     """
-    capability = chain_capability(model)
     if capability is Capability.PLAIN:
         return capability, _ROWS_DIFFER
-    caches = parts(map(for_steps, make_prompt_cache(model)))
+    caches = parts(map(for_steps, make_prompt_cache(loaded.model)))
     if capability is Capability.REPLAY:
         names = _names(cache for cache in caches if not is_trimmable(cache))
         reason = f"{names} cannot be cut back, so states are computed again after a rejection"
     elif cache_capability(caches) is Capability.CHAIN:
         names = _names(cache for cache in caches if not isinstance(cache, TREE_CACHES))
         reason = f"{names} can be cut back, but takes no tree mask"
-    elif (position := _first_failing(model, tree_agrees)) is not None:
+    elif (position := _first_failing(loaded, tree_agrees)) is not None:
         reason = f"branching steps differ from separate branches at position {position}"
     else:
         capability, reason = Capability.TREE, "branching steps equal separate branches"
@@ -125,22 +130,19 @@ def check_quantization(model: nn.Module, options: CacheOptions) -> None:
 # --- a step of several rows, some rejected ---
 
 
-def chain_capability(model: nn.Module) -> Capability:
-    """Which unbranched drafts the model verifies; found by a few forwards and then remembered.
+def chain_capability(loaded: LoadedModel) -> Capability:
+    """Find out which unbranched drafts the model verifies.
 
     It is PLAIN even if running rows together changes logits only at some positions, as with a RoPE
     of the type dynamic NTK.
     """
-    if (known := getattr(model, "chain_capability", None)) is not None:
-        return known
-    capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
-    if not _verifies_chains(model, capability) or _rows_differ_somewhere(model):
+    capability = capability_with(make_prompt_cache(loaded.model), Capability.CHAIN)
+    if not _verifies_chains(loaded, capability) or _rows_differ_somewhere(loaded):
         capability = Capability.PLAIN
-    model.chain_capability = capability
     return capability
 
 
-def _verifies_chains(model: nn.Module, capability: Capability) -> bool:
+def _verifies_chains(loaded: LoadedModel, capability: Capability) -> bool:
     """Whether a partly rejected step and the step after it give the logits of single tokens."""
     draft, kept, after = (1, 5, 2, 6), 2, (7, 2, 1)
 
@@ -150,7 +152,7 @@ def _verifies_chains(model: nn.Module, capability: Capability) -> bool:
         target.commit(range(keep))
         return rows
 
-    drafted, single = (target_for(model, capability) for _ in range(2))
+    drafted, single = (target_for(loaded, capability) for _ in range(2))
     drafted.prefill(_PREFIX)
     single.prefill(_PREFIX)
     first = run(drafted, draft, kept)
@@ -253,33 +255,36 @@ _ROWS = 8  # rows of a trial step: the effect of a small change of a rule adds u
 _SAMPLES = 3  # tries with different tokens: rounding can route rows to other experts
 
 
-def _rows_differ_somewhere(model: nn.Module) -> bool:
+def _rows_differ_somewhere(loaded: LoadedModel) -> bool:
     """Whether rows give other logits in one forward than alone, at some position in a context.
 
     Trial steps straddle the positions that the model's configuration names.
     """
+    model = loaded.model
     kinds = {type(cache) for cache in parts(make_prompt_cache(model))}
     with_positions = {kind for kind in kinds if issubclass(kind, _WITH_POSITIONS)}
     if not with_positions or not all(issubclass(k, ArraysCache) for k in kinds - with_positions):
         return False  # no positions, or caches whose offset cannot be set
-    noise = together(rounding_noise, model)
+    noise = together(rounding_noise, loaded)
     end = context_length(model) or math.inf
     return any(
-        not any(together(rows_agree, model, middle - _ROWS // 2, noise, n) for n in range(_SAMPLES))
+        not any(
+            together(rows_agree, loaded, middle - _ROWS // 2, noise, n) for n in range(_SAMPLES)
+        )
         for middle in sorted(named_positions(model))
         if middle < end
     )
 
 
-def rows_agree(model: nn.Module, start: int, noise: float, sample: int) -> bool:
+def rows_agree(loaded: LoadedModel, start: int, noise: float, sample: int) -> bool:
     """Whether a step gives the same logits if its first and its last row run alone.
 
     Args:
-        model: the target.
         start: the position of the step's first row.
         noise: from :func:`rounding_noise`.
         sample: selects the step's tokens; 0 or more.
     """
+    model = loaded.model
     at_once = _context(model, start)
     apart = copy.deepcopy(at_once)
     tokens = tuple((sample + 1) * (2 * row + 1) % 11 for row in range(_ROWS))
@@ -289,24 +294,23 @@ def rows_agree(model: nn.Module, start: int, noise: float, sample: int) -> bool:
     return _agrees(wide, split, noise)
 
 
-def _first_failing(model: nn.Module, agrees: Callable[..., bool], *args: Any) -> int | None:
+def _first_failing(loaded: LoadedModel, agrees: Callable[..., bool], *args: Any) -> int | None:
     """The first position at which a trial step fails.
 
     Steps are tried at the beginning of a context and across all :func:`crossings`. That also
     reveals models that scale positions outside RoPE modules.
 
     Args:
-        model: the target.
         agrees: :func:`tree_agrees` or :func:`joint_agrees`.
         args: further arguments of ``agrees``.
 
     Returns:
         None if no step fails.
     """
-    noise = together(rounding_noise, model)
+    noise = together(rounding_noise, loaded)
     # A step that starts two below a crossing has positions on both sides of it.
-    for start in (len(_PREFIX), *(position - 2 for position in crossings(model))):
-        if not together(agrees, model, start, noise, *args):
+    for start in (len(_PREFIX), *(position - 2 for position in crossings(loaded.model))):
+        if not together(agrees, loaded, start, noise, *args):
             return start - len(_PREFIX)
     return None
 
@@ -317,13 +321,13 @@ _ROOT, _BRANCHES = 1, ((5, 2, 6), (7, 2, 1))
 _DEPTH = len(_BRANCHES[0])
 
 
-def rounding_noise(model: nn.Module) -> float:
+def rounding_noise(loaded: LoadedModel) -> float:
     """How far rounding makes logits differ between rows of one forward and of separate forwards.
 
     The result has an upper bound. A larger difference is a fault of the model, not rounding, and
     must not hide other faults.
     """
-    tokens = (*_PREFIX, 1, 5, 2, 6)
+    model, tokens = loaded.model, (*_PREFIX, 1, 5, 2, 6)
     at_once, one_by_one = _trial_caches(model), _trial_caches(model)
     rows = finite(model(mx.array(tokens)[None], cache=at_once)[0])
     singles = mx.concatenate([logits(model, (token,), one_by_one) for token in tokens])
@@ -331,9 +335,9 @@ def rounding_noise(model: nn.Module) -> float:
     return cast(float, mx.minimum(difference, _most_rounding(rows)).item())
 
 
-def tree_agrees(model: nn.Module, start: int, noise: float) -> bool:
+def tree_agrees(loaded: LoadedModel, start: int, noise: float) -> bool:
     """Whether a branching step at this position gives the same logits as its branches alone."""
-    tree = DraftTree.from_branches(_ROOT, _BRANCHES)
+    model, tree = loaded.model, DraftTree.from_branches(_ROOT, _BRANCHES)
     before = _context(model, start)
     caches = copy.deepcopy(before)
     rows = TreeRows(tree)
@@ -368,19 +372,13 @@ _JOINT_STEPS = (((1, 5, 2, 6), (7,), (2, 1)), ((3,), (4, 1), (5,)))
 """The tokens of each trial step, for each sequence."""
 
 
-def joint_mode(model: nn.Module) -> JointMode:
-    """The mode that :func:`examine_joint` finds for the model."""
-    return examine_joint(model, chain_capability(model))[0]
-
-
-def examine_joint(model: nn.Module, capability: Capability) -> tuple[JointMode, str]:
+def examine_joint(loaded: LoadedModel, capability: Capability) -> tuple[JointMode, str]:
     """Find out, by small forwards, how several sequences can share one forward of the model.
 
     Joint forwards of sequences with different numbers of rows are compared with separate forwards,
     at the beginning of a context and across all crossings.
 
     Args:
-        model: the target.
         capability: from :func:`examine` or :func:`chain_capability`. With PLAIN, even the rows of
             one sequence affect each other, so nothing is tried.
 
@@ -388,45 +386,45 @@ def examine_joint(model: nn.Module, capability: Capability) -> tuple[JointMode, 
         the cheapest mode that gives each sequence the logits of a forward of its own, and the
         reason for this mode.
     """
-    if getattr(model, "is_pipeline", False):
+    if loaded.is_pipeline:
         return JointMode.ALONE, "its layers are on several machines"
     if capability is Capability.PLAIN:
         return JointMode.ALONE, _ROWS_DIFFER
-    caches = parts(map(for_steps, make_prompt_cache(model)))
+    caches = parts(map(for_steps, make_prompt_cache(loaded.model)))
     joins = (*TREE_CACHES, ArraysCache)
     if others := [cache for cache in caches if not isinstance(cache, joins)]:
         return JointMode.ALONE, f"{_names(others)} accepts only one sequence"
-    position = _first_failing(model, joint_agrees, JointMode.SPLIT.value)
+    position = _first_failing(loaded, joint_agrees, JointMode.SPLIT.value)
     if position is None:
         return JointMode.SPLIT, "a joint forward gives each sequence the same result as alone"
-    if _first_failing(model, joint_agrees, JointMode.BLOCK.value) is None:
+    if _first_failing(loaded, joint_agrees, JointMode.BLOCK.value) is None:
         reason = f"a joint forward needs the mask to equal separate forwards at position {position}"
         return JointMode.BLOCK, reason
     reason = f"a joint forward differs from separate forwards at position {position}"
     return JointMode.ALONE, reason
 
 
-def joint_agrees(model: nn.Module, start: int, noise: float, mode: str) -> bool:
+def joint_agrees(loaded: LoadedModel, start: int, noise: float, mode: str) -> bool:
     """Whether a joint forward gives each sequence the same logits as its own forward.
 
     Args:
-        model: the target.
         start: the position of the first sequence's first row; the others start lower.
         noise: from :func:`rounding_noise`.
         mode: how to join the sequences, a :class:`JointMode`'s value.
     """
     at = [start, len(_PREFIX), max(len(_PREFIX), start // 2)]
     apart = [
-        _context(model, position, prefix) for position, prefix in zip(at, _PREFIXES, strict=True)
+        _context(loaded.model, position, prefix)
+        for position, prefix in zip(at, _PREFIXES, strict=True)
     ]
     # All rows are kept, so it does not matter whether the caches can be cut.
-    targets = [Target(model, Capability.CHAIN, cache=copy.deepcopy(own)) for own in apart]
-    joint = Joint(model, JointMode(mode))
+    targets = [Target(loaded, Capability.CHAIN, cache=copy.deepcopy(own)) for own in apart]
+    joint = Joint(loaded, JointMode(mode))
     recurrent = any(isinstance(part, ArraysCache) for part in parts(apart[0]))
     # Damage to a recurrent state shows only in the next step.
     agreed = []  # tried to the end, as in tree_agrees
     for rows in _JOINT_STEPS if recurrent else _JOINT_STEPS[:1]:
-        expected = [logits(model, *own) for own in zip(rows, apart, strict=True)]
+        expected = [logits(loaded.model, *own) for own in zip(rows, apart, strict=True)]
         trees = [DraftTree.chain(tokens[0], tokens[1:]) for tokens in rows]
         try:
             found, spans = joint.forward([*zip(targets, map(mx.array, rows), trees, strict=True)])

@@ -12,7 +12,7 @@ from collections import abc
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,14 +41,16 @@ from ..drafting.measurement import (
 )
 from ..errors import OptionError
 from .caches import parts
-from .capability import chain_capability, joint_mode
 from .joint import JointMode
 from .model_sizes import cache_kinds, context_length, settings_of
 from .params import SamplingParams
 from .patches import split_attention
 from .sampling import Chooser
 from .step import Batch, Sequence
-from .target import Target, target_for, vocabulary_size
+from .target import Target, target_for
+
+if TYPE_CHECKING:
+    from .loaded_model import LoadedModel
 
 _log = logging.getLogger(__name__)
 
@@ -126,13 +128,12 @@ def free_memory() -> int:
     return max(0, free)
 
 
-def least_free_memory(model: nn.Module) -> int:
+def least_free_memory(loaded: LoadedModel) -> int:
     """:func:`free_memory`; of the machine with the least if the model is split over several."""
-    group = getattr(model, "split_over", None)
-    if group is None:
+    if loaded.group is None:
         return free_memory()
     free = mx.array(free_memory(), mx.int64)
-    least = mx.distributed.all_min(free, group=group, stream=mx.cpu)
+    least = mx.distributed.all_min(free, group=loaded.group, stream=mx.cpu)
     return cast(int, least.item())
 
 
@@ -140,22 +141,21 @@ _TRIED = 32  # rows of the forwards whose memory is measured
 _BEHIND = 512  # positions that the caches of the last forward hold in addition
 
 
-def forward_memory(model: nn.Module, max_kv_size: int | None) -> tuple[int, float]:
+def forward_memory(loaded: LoadedModel, max_kv_size: int | None) -> tuple[int, float]:
     """Measure the memory that a forward takes besides the caches.
 
     Returns:
         the bytes for each row, and the bytes for each pair of a row and a position before it, in
         which attention that is not fused stores its scores.
     """
-    caches = make_prompt_cache(model, max_kv_size)
-    trained = getattr(model, "trained_head", None)
-    seen = trained.new_cache(0) if trained else None
+    caches = make_prompt_cache(loaded.model, max_kv_size)
+    seen = loaded.trained_head.new_cache(0) if loaded.trained_head else None
 
     def taken() -> int:
         mx.synchronize()
         mx.reset_peak_memory()
         before, tokens = mx.get_active_memory(), mx.array([0] * _TRIED)
-        model(tokens[None], cache=caches)
+        loaded.model(tokens[None], cache=caches)
         if seen:
             seen.note(tokens)
             seen.keep(seen.length, range(_TRIED))
@@ -182,7 +182,7 @@ _LEAST_LONG = 500  # tokens; attention to fewer takes a small part of a step
 _SHARE_OF_MEMORY = 1 / 16  # the share that the caches of a measurement may take
 
 
-def measured_contexts(model: nn.Module, sequences: int = 1) -> list[int]:
+def measured_contexts(loaded: LoadedModel, sequences: int = 1) -> list[int]:
     """The context lengths at which step times are measured: 64, 1000 and 8000 tokens.
 
     If the model or the memory does not allow 8000, the length is halved until they do. If it falls
@@ -190,14 +190,13 @@ def measured_contexts(model: nn.Module, sequences: int = 1) -> list[int]:
     context is shorter than 256, the first length is a quarter of its context instead of 64.
 
     Args:
-        model: an mlx-lm model.
         sequences: the number of sequences that share each step, each with its own context.
     """
-    window, (middle, long) = context_length(model) or _UNENDING, _LONG_CONTEXTS
+    window, (middle, long) = context_length(loaded.model) or _UNENDING, _LONG_CONTEXTS
     short = max(1, min(_SHORT_CONTEXT, window // 4))
-    if not _can_be_filled(model):
+    if not _can_be_filled(loaded):
         return [short]
-    kinds = cache_kinds(model)
+    kinds = cache_kinds(loaded)
     position = sequences * sum(kind.count * (kind.bytes_per_position or 0) for kind in kinds)
     in_memory = int(whole_memory() * _SHARE_OF_MEMORY) // max(position, 1)
     most = min(window // 2, in_memory)
@@ -216,7 +215,7 @@ def check_context(model: nn.Module, plan: MeasurementPlan, context: int) -> None
 
 
 def calibrate(
-    model: nn.Module,
+    loaded: LoadedModel,
     plan: MeasurementPlan,
     *,
     context: int,
@@ -230,7 +229,6 @@ def calibrate(
     :func:`mlxspec.engine.patches.split_attention`.
 
     Args:
-        model: an mlx-lm model.
         plan: which steps to measure, and for how long; see
             :data:`mlxspec.drafting.measurement.FIRST`.
         context: the number of tokens before the first step. If the model's context is too short for
@@ -247,11 +245,11 @@ def calibrate(
         OptionError: the model's forwards cannot be shared by that many sequences.
     """
     started = time.perf_counter()
-    window = context_length(model) or _UNENDING
+    window = context_length(loaded.model) or _UNENDING
     if context + plan.room > window:
         plan = replace(plan, rounds=1)
-    with wired_limit(model, [generation_stream]):
-        steps = ModelSteps(model, context, sequences)
+    with wired_limit(loaded.model, [generation_stream]):
+        steps = ModelSteps(loaded, context, sequences)
         # The context grows by one token per step, and the widest step must fit at its end.
         room = max(1, min(1 + steps.target.max_depth, window - context - plan.tokens))
         split = None
@@ -272,10 +270,10 @@ _SEED = 16  # tokens that run as a prompt, whose entries then fill the caches
 _FILLABLE = KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache
 
 
-def _can_be_filled(model: nn.Module) -> bool:
+def _can_be_filled(loaded: LoadedModel) -> bool:
     """Whether :func:`_repeat` can fill all of a model's caches."""
-    caches = parts(make_prompt_cache(model))
-    return not hasattr(model, "leader") and all(type(cache) in _FILLABLE for cache in caches)
+    caches = parts(make_prompt_cache(loaded.model))
+    return loaded.leader is None and all(type(cache) in _FILLABLE for cache in caches)
 
 
 def _repeat(caches: abc.Sequence[Any], length: int, count: int) -> None:
@@ -294,7 +292,6 @@ class ModelSteps:
     wide steps would look cheap.
 
     Args:
-        model: an mlx-lm model.
         context: the number of tokens before the first step.
         sequences: the number of sequences that share each step, each with its own context.
 
@@ -302,18 +299,18 @@ class ModelSteps:
         target: the first sequence's target.
     """
 
-    def __init__(self, model: nn.Module, context: int, sequences: int = 1) -> None:
-        mode = joint_mode(model) if sequences > 1 else JointMode.ALONE
+    def __init__(self, loaded: LoadedModel, context: int, sequences: int = 1) -> None:
+        mode = loaded.joint_mode if sequences > 1 else JointMode.ALONE
         if sequences > 1 and mode is JointMode.ALONE:
             raise OptionError(f"sequences is {sequences}: this model's forwards take only 1")
-        self._model = model
-        self._batch = Batch(model, mode)
+        self._loaded = loaded
+        self._batch = Batch(loaded, mode)
         self._drafters: list[_RandomChains] = []
         self._sequences: list[Sequence] = []
-        seed = min(context - 1, _SEED) if _can_be_filled(model) else context - 1
+        seed = min(context - 1, _SEED) if _can_be_filled(loaded) else context - 1
         for _ in range(sequences):
-            target = target_for(model, chain_capability(model))
-            drafter = _RandomChains(vocabulary_size(model))
+            target = target_for(loaded, loaded.chain_capability)
+            drafter = _RandomChains(loaded.vocab_size)
             with mx.stream(generation_stream):
                 target.prefill(drafter.tokens(seed))
                 if context - 1 > seed:
@@ -347,11 +344,11 @@ class ModelSteps:
         times: dict[int | None, list[float]] = {None: [], 0: []}
         for least in (None, 0) * _SPLIT_TRIES:
             if time.perf_counter() < end:
-                split_attention(self._model, least)
+                split_attention(self._loaded, least)
                 times[least].append(self.drafted(_SPLIT_ROWS))
         known = len(times[0]) > 1
         pays = known and min(times[0][1:]) < _SPLIT_GAIN * min(times[None][1:])
-        split_attention(self._model, 0 if pays else None)
+        split_attention(self._loaded, 0 if pays else None)
         return pays if known else None
 
     def plain(self, tokens: int) -> list[float]:
@@ -426,7 +423,7 @@ def cost_key(model: nn.Module) -> CostKey:
     return CostKey(machine_identity(), model_identity(model))
 
 
-def costs_for(model: nn.Module, *, cache: CostCache | None = None) -> KeptCosts:
+def costs_for(loaded: LoadedModel, *, cache: CostCache | None = None) -> KeptCosts:
     """The costs of a model's steps on this machine.
 
     If they are not known yet, plain steps are measured, which takes as long as seven of them. The
@@ -434,41 +431,39 @@ def costs_for(model: nn.Module, *, cache: CostCache | None = None) -> KeptCosts:
     begins with these.
 
     Args:
-        model: an mlx-lm model.
         cache: where the times are kept; by default in the user's cache directory.
     """
-    cache, key = cache or CostCache(), cost_key(model)
+    cache, key = cache or CostCache(), cost_key(loaded.model)
     if found := cache.read(key):
         _log.info("step times are known from %s", cache.directory / key.file_name)
     else:
-        short = measured_contexts(model)[0]
-        found = {short: _measured(model, FIRST, short)}
+        short = measured_contexts(loaded)[0]
+        found = {short: _measured(loaded, FIRST, short)}
         cache.update(key, found)
-    split_attention(model, split_length(found))
+    split_attention(loaded, split_length(found))
     return KeptCosts(cache, key, found)
 
 
-def with_long_context(model: nn.Module, costs: KeptCosts) -> KeptCosts:
+def with_long_context(loaded: LoadedModel, costs: KeptCosts) -> KeptCosts:
     """The costs, with times after a long context if these can be measured, in about a second.
 
     Args:
-        model: an mlx-lm model.
-        costs: its costs.
+        costs: the model's costs.
     """
     costs.tried_long_context()
-    *_, context = measured_contexts(model)
+    *_, context = measured_contexts(loaded)
     if context < _LEAST_LONG:
         return costs
-    known = _measured(model, QUICK_LONG, context)
+    known = _measured(loaded, QUICK_LONG, context)
     if len(known.times) == 1 or noise(known.times):
         return costs
     costs = costs.with_context(context, known)
-    split_attention(model, split_length(costs.found))
+    split_attention(loaded, split_length(costs.found))
     return costs
 
 
-def _measured(model: nn.Module, plan: MeasurementPlan, context: int) -> KnownTimes:
-    known = calibrate(model, plan, context=context)
+def _measured(loaded: LoadedModel, plan: MeasurementPlan, context: int) -> KnownTimes:
+    known = calibrate(loaded, plan, context=context)
     mx.clear_cache()
     words = ", ".join(f"T({one.rows}) {1000 * one.seconds:.1f} ms" for one in known.times)
     _log.info("measured step times after %d tokens: %s", context, words)

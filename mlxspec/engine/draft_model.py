@@ -14,8 +14,9 @@ from ..corpus.suffix_index import common_length
 from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
 from ..errors import OptionError, whole
 from .capability import capability_with
+from .loaded_model import LoadedModel
 from .sampling import Perturb, draft_values
-from .target import Capability, Target, vocabulary_size
+from .target import Capability, Target
 
 _MOST_PADDING = 1024  # the most that the output layers for one tokenizer may differ by, in tokens
 
@@ -33,7 +34,7 @@ class DraftModelDrafter(Drafter):
     draft.
 
     Args:
-        model: an mlx-lm model with the target's tokenizer.
+        model: an mlx-lm model, or a :class:`.LoadedModel`, with the target's tokenizer.
         num_draft_tokens: the most tokens to draft; the default is mlx-lm's.
 
     Raises:
@@ -43,13 +44,13 @@ class DraftModelDrafter(Drafter):
     branching = False
     is_fallback = True
 
-    def __init__(self, model: nn.Module, num_draft_tokens: int = 2) -> None:
+    def __init__(self, model: nn.Module | LoadedModel, num_draft_tokens: int = 2) -> None:
         self.num_draft_tokens = whole("num_draft_tokens", num_draft_tokens)
         if num_draft_tokens < 1:
             raise OptionError(f"num_draft_tokens is {num_draft_tokens}: draft at least 1 token")
-        self.model = model
+        self.loaded = LoadedModel.of(model)
         # No trial is needed: if rows affect each other, only drafts get worse.
-        self._capability = capability_with(make_prompt_cache(model), Capability.CHAIN)
+        self._capability = capability_with(make_prompt_cache(self.loaded.model), Capability.CHAIN)
         self._attached: tuple[Target, Perturb] | None = None
 
     def attach(self, target: Target, perturb: Perturb) -> None:
@@ -58,7 +59,7 @@ class DraftModelDrafter(Drafter):
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation: prefill the draft model."""
         undoable = self.num_draft_tokens + 1
-        self._target = Target(self.model, self._capability, undoable=undoable)
+        self._target = Target(self.loaded, self._capability, undoable=undoable)
         self._context = list(prompt)
         with mx.stream(generation_stream):
             self._target.prefill(self._readable(self._context[:-1]))
@@ -87,7 +88,7 @@ class DraftModelDrafter(Drafter):
 
     def _readable(self, tokens: Sequence[int]) -> list[int]:
         """The tokens, with 0 in place of ids that only the target's padded vocabulary has."""
-        size = vocabulary_size(self.model)
+        size = self.loaded.vocab_size
         return [token if token < size else 0 for token in tokens]
 
     def _next_token(self, tokens: mx.array, place: int) -> mx.array:
@@ -97,7 +98,7 @@ class DraftModelDrafter(Drafter):
             values = self._target.forward(tokens, tree)[-1:]
             if self._attached:
                 target, perturb = self._attached
-                values = _resized(values, vocabulary_size(target.model))
+                values = _resized(values, target.loaded.vocab_size)
                 values = draft_values(values, place, target, perturb)
             token = mx.argmax(values, axis=-1)
         self._target.commit(range(len(tokens)))
@@ -113,7 +114,7 @@ def _resized(logits: mx.array, size: int) -> mx.array:
     return mx.pad(logits[:, :size], [(0, 0), (0, missing)], constant_values=-mx.inf)
 
 
-def check_vocabularies(draft_model: nn.Module, vocab_size: int, tokenizer_size: int) -> None:
+def check_vocabularies(draft_model: LoadedModel, vocab_size: int, tokenizer_size: int) -> None:
     """Refuse a draft model that cannot have the target's tokenizer.
 
     Args:
@@ -124,7 +125,7 @@ def check_vocabularies(draft_model: nn.Module, vocab_size: int, tokenizer_size: 
     Raises:
         OptionError: the draft model lacks tokens, or has many that the target lacks.
     """
-    own = vocabulary_size(draft_model)
+    own = draft_model.vocab_size
     if own < min(tokenizer_size, vocab_size) or abs(own - vocab_size) > _MOST_PADDING:
         raise OptionError(
             f"draft_model has a vocabulary of {own} tokens, and the model of {vocab_size}: "

@@ -30,6 +30,7 @@ from .caches import SlotKVCache, TreeKVCache, WindowKVCache
 from .head_cache import HeadCache
 from .hidden import HiddenStates
 from .joint import JointCache, JointMode
+from .loaded_model import LoadedModel
 from .patches import forward_at, install
 from .sampling import Perturb, draft_values
 from .target import Capability, Target, evaluate_constants
@@ -50,8 +51,7 @@ class TrainedHead:
         model: an mlx-lm model, which is not changed.
 
     Attributes:
-        model: a copy that returns the same as the given model, and shares its weights. Generations
-            with the head run this copy.
+        model: a copy that returns the same as the given model, and shares its weights.
 
     Raises:
         LoadError, ValueError: the model's hidden states or its embedding cannot be found.
@@ -61,12 +61,15 @@ class TrainedHead:
         self.head = head
         self._hidden = HiddenStates(model, head.reads)
         self.model = self._hidden.model
-        self.model.trained_head = self
         _share(head, model)
         head.bind(_embedding(model), self._hidden.logits)
         install(head)
         mx.eval(head.parameters())
         evaluate_constants(head)
+
+    def new_model(self) -> LoadedModel:
+        """The copy with this head, for generations with the head."""
+        return LoadedModel(self.model, self)
 
     def new_cache(self, length: int) -> HeadCache:
         """The head's caches for a target with ``length`` positions that the head has not seen."""
@@ -84,7 +87,7 @@ class TrainedHead:
         """The time of the head's drafts, measured at the first use, and how often they have been
         right.
         """
-        target = Target(self.model, Capability.CHAIN)
+        target = Target(self.new_model(), Capability.CHAIN)
         drafts = HeadDrafts(self, HeadExperience(1, 0, self.head.most))
         drafts.attach(target, lambda logprobs, _: logprobs)
         drafts.begin([0] * 8)

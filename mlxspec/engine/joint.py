@@ -20,10 +20,9 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList
 
@@ -38,6 +37,9 @@ from .caches import (
 )
 from .patches import Tape, forward_at, install
 from .target import Capability, Target
+
+if TYPE_CHECKING:
+    from .loaded_model import LoadedModel
 
 # Contexts in slots are padded to the longest one. Attention may read at most _MOST_PADDING times
 # the positions that it needs, plus _SHORT.
@@ -68,19 +70,18 @@ class Joint:
     """Runs forwards of one model over the rows of several sequences.
 
     Args:
-        model: an mlx-lm model.
-        mode: the model's mode, from :func:`mlxspec.engine.capability.joint_mode`; not ``ALONE``.
+        mode: the model's mode, :attr:`.LoadedModel.joint_mode`; not ``ALONE``.
         spare: the most positions that the slots may hold beyond what separate caches would.
     """
 
-    def __init__(self, model: nn.Module, mode: JointMode, spare: int | None = None) -> None:
-        self.model = model
+    def __init__(self, loaded: LoadedModel, mode: JointMode, spare: int | None = None) -> None:
+        self.loaded, self.model = loaded, loaded.model
         self.mode = mode
         self._spare = math.inf if spare is None else spare
         self._slots: list[Slots] = []
         self._seated: list[Target] = []
         """The targets whose caches are in slots, in the order of the slots."""
-        install(model)
+        install(self.model)
 
     def takes(self, target: Target) -> bool:
         """Whether a target can share a forward with others."""
@@ -123,7 +124,7 @@ class Joint:
             ]
             rows = mx.concatenate([tokens for _, tokens, _ in ordered])
             rows = rows[:, None] if batch else rows[None]
-            logits = forward_at(self.model, rows, layers, at, tape)
+            logits = forward_at(self.model, rows, layers, at, tape, self.loaded.split_from)
         for target, tokens, _ in members:
             if target.head:
                 target.head.note(tokens, own[target].start)
@@ -192,11 +193,10 @@ class Joint:
         return min(_MOST_PADDING * own + _SHORT, own + self._spare)
 
 
-def joint_for(model: nn.Module, mode: JointMode, spare: int | None = None) -> Joint:
+def joint_for(loaded: LoadedModel, mode: JointMode, spare: int | None = None) -> Joint:
     """A :class:`Joint` of a model, on all machines that the model is split over."""
-    leader = getattr(model, "leader", None)
-    make = leader.joint if leader else Joint
-    return make(model, mode, spare)
+    make = loaded.leader.joint if loaded.leader else Joint
+    return make(loaded, mode, spare)
 
 
 def _of_layer(

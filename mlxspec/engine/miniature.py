@@ -56,7 +56,7 @@ def miniature(model: nn.Module) -> nn.Module | None:
         None if there is none: the model's modules, caches or positions would differ.
     """
     settings = settings_of(model)
-    if not is_dataclass(settings) or hasattr(model, "leader") or hasattr(model, "split_over"):
+    if not is_dataclass(settings):
         return None
     try:
         kinds = _layer_kinds(model, with_sizes=True)

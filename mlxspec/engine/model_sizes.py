@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,6 +26,9 @@ from mlx_lm.models.cache import (
 
 from .caches import parts
 from .params import CacheOptions
+
+if TYPE_CHECKING:
+    from .loaded_model import LoadedModel
 
 _LENGTH_NAMES = (
     "max_position_embeddings",
@@ -161,23 +164,22 @@ class CacheKind:
 
 
 def cache_kinds(
-    model: nn.Module, options: CacheOptions | None = None, quantized: bool = False
+    loaded: LoadedModel, options: CacheOptions | None = None, quantized: bool = False
 ) -> list[CacheKind]:
     """A model's caches by kind; those of its trained head, which are never quantised, come last.
 
     The graph of a small forward is built for the shapes, but never evaluated.
 
     Args:
-        model: an mlx-lm model.
         options: the caches' options.
         quantized: whether to return the kinds that the caches have after quantisation.
     """
     options = options or CacheOptions()
-    caches = make_prompt_cache(model, options.max_kv_size)
-    model(mx.array([[0]]), cache=caches)
+    caches = make_prompt_cache(loaded.model, options.max_kv_size)
+    loaded.model(mx.array([[0]]), cache=caches)
     if quantized:
         maybe_quantize_kv_cache(caches, 0, options.kv_group_size, options.kv_bits)
-    trained = getattr(model, "trained_head", None)
+    trained = loaded.trained_head
     kinds = Counter(map(_kind_of, [*parts(caches), *(trained.small_caches() if trained else ())]))
     return [replace(kind, count=count) for kind, count in kinds.items()]
 

@@ -25,13 +25,16 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar, copy_context
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+
+if TYPE_CHECKING:
+    from .loaded_model import LoadedModel
 
 Function = Callable[..., Any]
 
@@ -175,6 +178,7 @@ def forward_at(
     caches: Sequence[Any],
     positions: mx.array | None,
     tape: Tape | None = None,
+    split_from: int | None = None,
 ) -> mx.array:
     """Run a forward whose rows have positions of their own, or whose calls are recorded.
 
@@ -185,6 +189,7 @@ def forward_at(
         positions: the position of each row, (rows,), relative to the caches' ``offset``; None if
             they are consecutive.
         tape: records the forward's calls.
+        split_from: the number of keys from which attention is split; None never splits it.
 
     Returns:
         lazy logits, (1, rows, vocabulary) or (rows, 1, vocabulary).
@@ -194,11 +199,11 @@ def forward_at(
     context = copy_context()
     context.run(_positions.set, positions)
     context.run(_tape.set, tape)
-    context.run(_split_from.set, split_from(model))
+    context.run(_split_from.set, split_from)
     return context.run(model, tokens, cache=caches)
 
 
-def split_attention(model: nn.Module, least_keys: int | None) -> None:
+def split_attention(loaded: LoadedModel, least_keys: int | None) -> None:
     """Split the attention of wide drafts into several calls, to make it faster.
 
     MLX's fused attention for few rows is limited to 8 rows, and to 32 queries over the heads that
@@ -208,17 +213,11 @@ def split_attention(model: nn.Module, least_keys: int | None) -> None:
     are faster.
 
     Args:
-        model: an mlx-lm model.
         least_keys: the number of keys from which attention is split; None never splits it.
     """
     if least_keys is not None:
-        install(model)
-    model.attention_is_split_from = least_keys
-
-
-def split_from(model: Callable[..., mx.array]) -> int | None:
-    """The number of keys from which a model's attention is split; None if it never is."""
-    return getattr(model, "attention_is_split_from", None)
+        install(loaded.model)
+    loaded.split_from = least_keys
 
 
 def install(model: nn.Module) -> None:

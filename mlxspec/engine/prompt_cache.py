@@ -36,6 +36,7 @@ from ..errors import FileError, OptionError
 from ..files import check_writable, replaced
 from .caches import TreeKVCache, TreeQuantizedKVCache, WindowKVCache, cached_length, parts
 from .capability import capability_with
+from .loaded_model import LoadedModel
 from .params import CacheOptions
 from .target import Capability, Target, target_for
 
@@ -88,7 +89,7 @@ class CacheLease:
             check_fits(self._caches, model, "prompt_cache")
         self._target: Target | None = None
 
-    def take(self, model: nn.Module, capability: Capability, options: CacheOptions) -> Target:
+    def take(self, loaded: LoadedModel, capability: Capability, options: CacheOptions) -> Target:
         """Take the caches; the arguments are those of :class:`Target`.
 
         Raises:
@@ -98,7 +99,7 @@ class CacheLease:
             raise FileError(_IN_USE)
         held = [copy.copy(cache) for cache in self._caches]
         able = capability_with(held, capability)
-        target = target_for(model, able, options, held)
+        target = target_for(loaded, able, options, held)
         self._start, self._target = target.length, target
         for cache in self._caches:
             cache.__class__ = _LentCache

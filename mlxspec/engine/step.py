@@ -13,10 +13,9 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..drafting.costs import Costs, LiveCosts
@@ -26,7 +25,10 @@ from ..drafting.planner import NO_PLAN, Plan, Planner, log_fault, plan_drafts
 from .caches import held_arrays, move_rows, parts
 from .joint import Joint, JointMode, JointRows, joint_for
 from .sampling import Chooser
-from .target import Capability, Target, vocabulary_size
+from .target import Capability, Target
+
+if TYPE_CHECKING:
+    from .loaded_model import LoadedModel
 
 _Result = TypeVar("_Result")
 
@@ -205,7 +207,7 @@ class Sequence:
         if len(tree) == 1:
             return tree
         # This comes first, since the grammar and the target need ids within the vocabulary.
-        tree = tree.pruned(max_depth, vocabulary_size(self.target.model))
+        tree = tree.pruned(max_depth, self.target.loaded.vocab_size)
         # The rows of lookahead's window are no drafts, so they need not satisfy the grammar.
         if self.chooser.grammar and WINDOW not in tree.origins:
             tree = self.chooser.grammar.allowed(tree)
@@ -511,18 +513,17 @@ class Batch:
     next steps are likely to fail in the same way.
 
     Args:
-        model: an mlx-lm model.
-        mode: the model's mode, from :func:`mlxspec.engine.capability.joint_mode`. With ``ALONE``,
+        mode: the model's mode, :attr:`.LoadedModel.joint_mode`. With ``ALONE``,
             each sequence has its own forward in every step.
         patient: whether the drafts of some sequences may delay another, if all together gain.
         spare: as for :class:`.joint.Joint`.
     """
 
     def __init__(
-        self, model: nn.Module, mode: JointMode, patient: bool = False, spare: int | None = None
+        self, loaded: LoadedModel, mode: JointMode, patient: bool = False, spare: int | None = None
     ) -> None:
         self._patient = patient
-        self._joint = None if mode is JointMode.ALONE else joint_for(model, mode, spare)
+        self._joint = None if mode is JointMode.ALONE else joint_for(loaded, mode, spare)
         self._costs_of: dict[int, LiveCosts] = {}
         self._has_failed = False
 

@@ -8,7 +8,7 @@ import enum
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -38,6 +38,9 @@ from .caches import (
 from .head_cache import HeadCache
 from .params import CacheOptions
 from .patches import Tape, forward_at, install
+
+if TYPE_CHECKING:
+    from .loaded_model import LoadedModel
 
 UNDOABLE = 2
 """The most forwards that a generation may have to undo: a step's, and one dispatched ahead of time.
@@ -69,15 +72,6 @@ Progress = Callable[[int, int], None]
 """Called with the number of prompt tokens processed so far, and the total."""
 
 
-def vocabulary_size(model: nn.Module) -> int:
-    """The size of a model's output layer: the number of token ids, including padding."""
-    if getattr(model, "vocabulary_size", None) is None:
-        # The graph is built for the result's shape, but never evaluated.
-        logits = model(mx.array([[0]]), cache=make_prompt_cache(model))
-        model.vocabulary_size = logits.shape[-1]
-    return cast(int, model.vocabulary_size)
-
-
 def evaluate_constants(model: nn.Module) -> None:
     """Evaluate constants that a model computed when it was created, such as RoPE's frequencies.
 
@@ -104,7 +98,6 @@ class Target:
     Without a tape, the state before the step is restored, and the accepted tokens run again.
 
     Args:
-        model: an mlx-lm model.
         capability: which drafts the model can verify, from :mod:`mlxspec.engine.capability`.
         options: the limits on the caches.
         cache: mlx-lm's caches to continue; by default new ones. They are converted at the end of
@@ -115,6 +108,7 @@ class Target:
         undoable: the number of forwards that :meth:`truncate` can undo if states cannot be cut.
 
     Attributes:
+        model: the mlx-lm model.
         cache, trimmable: the caches, and those parts of them that can be cut back.
         length: the number of committed positions.
         mark_at: a further length that :meth:`rewind` can return to once the next prefill passes it;
@@ -130,23 +124,23 @@ class Target:
 
     def __init__(
         self,
-        model: nn.Module,
+        loaded: LoadedModel,
         capability: Capability,
         options: CacheOptions | None = None,
         cache: Sequence[Any] | None = None,
         marks: int = 0,
         undoable: int = UNDOABLE,
     ) -> None:
-        self.model = model
+        self.loaded, self.model = loaded, loaded.model
         self.capability = capability
         self.options = options or CacheOptions()
         if cache is None:
-            cache = make_prompt_cache(model, self.options.max_kv_size)
+            cache = make_prompt_cache(self.model, self.options.max_kv_size)
         self.mark_at = 0
         self._quantizes_later = self.options.kv_bits is not None and not are_quantized(cache)
         self._replays = capability in (Capability.REPLAY, Capability.PLAIN)
         if capability is Capability.REPLAY:
-            install(model)
+            install(self.model)
         self.use(list(cache))
         self.length = self.chunks_from = cached_length(self.cache)
         self._tree: DraftTree
@@ -156,9 +150,8 @@ class Target:
         """With REPLAY: whether some state is not the one after ``length`` positions."""
         self._checkpoints: deque[Snapshot] = deque(maxlen=undoable)
         self._marks: deque[Snapshot] = deque(maxlen=marks)
-        trained = getattr(model, "trained_head", None)
-        if trained:
-            self.head = trained.new_cache(self.length)
+        if loaded.trained_head:
+            self.head = loaded.trained_head.new_cache(self.length)
 
     def use(self, caches: list[Any]) -> None:
         """Use these caches from now on; sort them by whether they can be cut back."""
@@ -350,7 +343,7 @@ class Target:
         The arguments are those of :meth:`copied`.
         """
         cache, marks = self.copied(length, room), self._marks.maxlen or 0
-        forked = type(self)(self.model, self.capability, self.options, cache, marks)
+        forked = type(self)(self.loaded, self.capability, self.options, cache, marks)
         forked.begin_at(length)
         if self.head:
             forked.head = self.head.copied(length)
@@ -496,11 +489,12 @@ class Target:
             lazy logits, (rows, vocabulary).
         """
         self.begin_forward(tree)
+        split = self.loaded.split_from
         if len(tree) == 1:
             logits = self.model(tokens[None], cache=self.cache)
         elif tree.is_chain:
             self.tape = Tape() if self._replays else None
-            logits = forward_at(self.model, tokens[None], self.cache, None, self.tape)
+            logits = forward_at(self.model, tokens[None], self.cache, None, self.tape, split)
             if self.tape:
                 for cache in self._untrimmable:
                     if isinstance(cache, ArraysCache):
@@ -509,7 +503,9 @@ class Target:
             masked = TreeRows(tree)
             install(self.model)
             with masked_for(masked, self.trimmable):
-                logits = forward_at(self.model, tokens[None], self.cache, masked.depths)
+                logits = forward_at(
+                    self.model, tokens[None], self.cache, masked.depths, None, split
+                )
         if self.head:
             self.head.note(tokens)
         return logits[0]
@@ -519,7 +515,7 @@ Result = TypeVar("Result")
 
 
 def target_for(
-    model: nn.Module,
+    loaded: LoadedModel,
     capability: Capability,
     options: CacheOptions | None = None,
     cache: Sequence[Any] | None = None,
@@ -532,23 +528,22 @@ def target_for(
     Raises:
         OptionError: ``cache`` is given for a model that is split.
     """
-    leader = getattr(model, "leader", None)
-    if leader and cache is not None:  # the cache would belong to the whole model
+    if loaded.leader and cache is not None:  # the cache would belong to the whole model
         raise OptionError(
             "a prompt cache cannot be split over several machines as the model is: leave it out, "
             "or run without mlx.launch"
         )
-    make = leader.target if leader else Target
-    return make(model, capability, options, cache, marks)
+    make = loaded.leader.target if loaded.leader else Target
+    return make(loaded, capability, options, cache, marks)
 
 
-def together(function: Callable[..., Result], model: nn.Module, *args: Any) -> Result:
+def together(function: Callable[..., Result], loaded: LoadedModel, *args: Any) -> Result:
     """Call a function that runs forwards of a model, on all machines that the model is split over.
 
     Args:
         function: a function of mlxspec's.
-        model: its first argument.
+        loaded: the model, its first argument.
         args: its other arguments, as for :meth:`mlxspec.distributed.ranks.Leader.repeating`.
     """
-    leader = getattr(model, "leader", None)
-    return leader.run(function, model, *args) if leader else function(model, *args)
+    leader = loaded.leader
+    return leader.run(function, loaded, *args) if leader else function(loaded, *args)

@@ -10,17 +10,19 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
 from ..errors import OptionError
 from .engine import Engine
-from .loaded import LoadedModel
 from .options import GenerationOptions
 from .request import Request
 from .response import GenerationResponse
+
+if TYPE_CHECKING:
+    from .decoder import Decoder
 
 _log = logging.getLogger(__name__)
 
@@ -185,7 +187,7 @@ thread separately.
 
 
 async def astream(
-    decoder: LoadedModel, new_request: Callable[..., Request], options: GenerationOptions
+    decoder: Decoder, new_request: Callable[..., Request], options: GenerationOptions
 ) -> AsyncGenerator[GenerationResponse, None]:
     """The generator that :meth:`mlxspec.Decoder.astream` returns.
 

@@ -6,28 +6,35 @@ The named decoders differ only in what they draft from.
 from __future__ import annotations
 
 import copy
+import os
+import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
-from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
-from ..corpus.answers import identify
+from ..corpus.answers import SWITCH, identify
+from ..drafting.acceptance import TokenClasses
+from ..drafting.costs import StepTimes
 from ..drafting.drafter import Drafter, checked_drafter
-from ..drafting.learned import Experience
+from ..drafting.learned import Experience, experience_path
+from ..engine.costs import KeptCosts, costs_for, model_identity, with_long_context
+from ..engine.loaded_model import LoadedModel
 from ..engine.model_sizes import context_length
+from ..engine.target import evaluate_constants
 from ..errors import FileError, OptionError
 from ..models.heads.loading import head_for, load_with_head
 from ..models.model import load
+from ..models.tokenizer import VocabularyClasses, detokenizer_of
 from ..terminal import TokenPrinter
 from .asynchronous import astream
 from .drafting import Auto, Drafting, Lookahead, PromptLookup, drafter_maker
 from .engine import responses
-from .loaded import LoadedModel
 from .options import DraftingParameters, GenerationOptions, Prompt, prompt_ids
 from .request import Request
 from .response import GenerationResponse, GenerationResult
@@ -40,7 +47,7 @@ if TYPE_CHECKING:
     from ..models.heads import Head
 
 
-class Decoder(LoadedModel):
+class Decoder:
     """Generates with any drafter. Each generation has its own cache.
 
     A model's weights may change at any time. After replacing its layers, to quantise or adapt them,
@@ -48,7 +55,8 @@ class Decoder(LoadedModel):
 
     Args:
         model: a directory or Hub repository, as for :func:`mlxspec.load`, or a loaded mlx-lm
-            model.
+            model. Decoders that are made from one :class:`.LoadedModel` share what is known about
+            it.
         tokenizer: the tokenizer of a loaded model.
         drafter: a :class:`mlxspec.Drafter`, which serves one generation at a time, or a class or
             function that makes one for each generation. None means plain decoding.
@@ -62,9 +70,12 @@ class Decoder(LoadedModel):
     drafting = Drafting()
     """The default source of drafts."""
 
+    keeps_experience = True
+    """Whether the experience of planned generations is kept on disk; see :class:`.Experience`."""
+
     def __init__(
         self,
-        model: str | Path | nn.Module = "mlx_model",
+        model: str | Path | nn.Module | LoadedModel = "mlx_model",
         tokenizer: TokenizerWrapper | None = None,
         drafter: Drafter | Callable[[], Drafter] | Drafting | None = None,
     ) -> None:
@@ -76,7 +87,56 @@ class Decoder(LoadedModel):
             model, tokenizer = load(model)
         elif tokenizer is None:
             raise OptionError("tokenizer is None: pass the loaded model's tokenizer with it")
-        super().__init__(self.drafting.model_to_run(model), tokenizer)
+        self.loaded = self.drafting.model_to_run(LoadedModel.of(model))
+        """The model that generations run, with what mlxspec knows about it."""
+        self.tokenizer = tokenizer
+        evaluate_constants(self.model)
+        self.step_times = StepTimes()
+        """The wall times of this decoder's steps, by their number of rows."""
+        self.wrap_drafter: Callable[[Drafter], Drafter] | None = None
+        """Wraps the drafter of each generation, to observe it; None wraps nothing."""
+        self._measuring = threading.Lock()
+
+    @property
+    def model(self) -> nn.Module:
+        """The mlx-lm model that generations run."""
+        return self.loaded.model
+
+    @cached_property
+    def token_classes(self) -> TokenClasses:
+        """The class of each token."""
+        return VocabularyClasses(self.tokenizer)
+
+    def new_detokenizer(self) -> StreamingDetokenizer:
+        """A detokenizer for one output."""
+        return detokenizer_of(self.tokenizer)
+
+    @cached_property
+    def costs(self) -> KeptCosts:
+        """The costs of steps, read from the cost file, or begun with a few plain steps now."""
+        with self._measuring:  # threads must not disturb each other's measurements
+            if "costs" not in vars(self):
+                self.costs = costs_for(self.loaded)
+            return self.costs
+
+    def next_costs(self) -> KeptCosts:
+        """The costs for a new generation.
+
+        It begins with the latest one's context length and time of the last save. If that one had a
+        long context, and steps after one have never been measured, they are measured first.
+        """
+        if getattr(self.costs, "wants_long_context", False):
+            with self._measuring:
+                self.costs = with_long_context(self.loaded, self.costs)
+        self.costs = self.costs.for_generation()
+        return self.costs
+
+    @cached_property
+    def experience(self) -> Experience:
+        """The experience of planned generations."""
+        if not self.keeps_experience or os.environ.get(SWITCH) == "off":
+            return Experience()
+        return Experience(experience_path(model_identity(self.model)))
 
     def stream(
         self, prompt: Prompt, max_tokens: int = 250, **options: Unpack[GenerationOptions]
@@ -256,7 +316,7 @@ class Decoder(LoadedModel):
             PromptError, OptionError, FileError, TypeError: as :meth:`decode`.
         """
         longest, template = context_length(self.model), options.get("chat_template_kwargs")
-        tokens = prompt_ids(prompt, self.tokenizer, self.vocab_size, longest, template)
+        tokens = prompt_ids(prompt, self.tokenizer, self.loaded.vocab_size, longest, template)
         given: Any = {**options}
         drafting = drafting or self.drafting
         for short, name in drafting.short_names.items():
@@ -307,7 +367,7 @@ class AutoDecoder(Decoder):
 
     def __init__(
         self,
-        model: str | Path | nn.Module = "mlx_model",
+        model: str | Path | nn.Module | LoadedModel = "mlx_model",
         tokenizer: TokenizerWrapper | None = None,
         *,
         memory_tokens: int | None = None,
@@ -318,7 +378,8 @@ class AutoDecoder(Decoder):
         if isinstance(model, (str, Path)):
             model, tokenizer, found = load_with_head(model, head)
         else:
-            found = head_for(model, head)
+            model = LoadedModel.of(model)
+            found = head_for(model.model, head)
         drafting = replace(self.drafting, head=found)
         super().__init__(model, tokenizer, drafting)
         if memory is not None and memory_tokens is not None:

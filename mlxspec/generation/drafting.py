@@ -22,10 +22,9 @@ from ..drafting.suffix_source import SuffixSource
 if TYPE_CHECKING:
     from typing import Self
 
-    import mlx.nn as nn
-
+    from ..engine.loaded_model import LoadedModel
     from ..models.heads import Head
-    from .loaded import LoadedModel
+    from .decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Drafting:
     short_names: ClassVar[Mapping[str, str]] = {}
     """Parameters that :meth:`mlxspec.Decoder.stream` takes by a second name, too."""
 
-    def make(self, decoder: LoadedModel) -> Drafter:
+    def make(self, decoder: Decoder) -> Drafter:
         """Make the drafter of one generation.
 
         Args:
@@ -54,9 +53,9 @@ class Drafting:
         """A copy with an empty memory of ``memory_tokens`` tokens; itself if it has no memory."""
         return self
 
-    def model_to_run(self, model: nn.Module) -> nn.Module:
-        """The model that a decoder of ``model`` runs; both share their weights."""
-        return model
+    def model_to_run(self, loaded: LoadedModel) -> LoadedModel:
+        """The model that a decoder of ``loaded`` runs; both share their weights."""
+        return loaded
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ class PromptLookup(Drafting):
             return NoDraft()
         return PromptLookupDrafter(self.n_draft, self.ngram_max, self.ngram_min)
 
-    def make(self, decoder: LoadedModel) -> Drafter:
+    def make(self, decoder: Decoder) -> Drafter:
         return self.new()
 
 
@@ -111,7 +110,7 @@ class Lookahead(Drafting):
             self.window_size, self.ngram_size, self.guess_set_size, self.pool_from_prompt
         )
 
-    def make(self, decoder: LoadedModel) -> Drafter:
+    def make(self, decoder: Decoder) -> Drafter:
         return self.new()
 
 
@@ -133,19 +132,19 @@ class Auto(Drafting):
     head: Head | None = None
     plans = True
 
-    def model_to_run(self, model: nn.Module) -> nn.Module:
+    def model_to_run(self, loaded: LoadedModel) -> LoadedModel:
         from ..engine.heads import attach_head
 
-        trained = attach_head(self.head, model) if self.head else None
-        return trained.model if trained else model
+        trained = attach_head(self.head, loaded.model) if self.head else None
+        return trained.new_model() if trained else loaded
 
     @property
-    def draft_model(self) -> nn.Module | None:
+    def draft_model(self) -> LoadedModel | None:
         """The draft model of ``extra``'s drafters, if they use one."""
         from ..engine.draft_model import DraftModelDrafter
 
         extra = self.extra() if self.extra else None
-        return extra.model if isinstance(extra, DraftModelDrafter) else None
+        return extra.loaded if isinstance(extra, DraftModelDrafter) else None
 
     def sources(
         self, classes: TokenClasses, experience: Experience, extra: Drafter | None = None
@@ -157,7 +156,7 @@ class Auto(Drafting):
     def apart(self, memory_tokens: int) -> Self:
         return replace(self, memory=AnswerIndex(memory_tokens)) if self.memory else self
 
-    def make(self, decoder: LoadedModel) -> Drafter:
+    def make(self, decoder: Decoder) -> Drafter:
         from ..engine.draft_model import DraftModelDrafter
         from ..engine.heads import HeadDrafts
         from ..engine.target import Capability
@@ -176,12 +175,12 @@ class Auto(Drafting):
         planner = Planner(
             costs,
             self.sources(decoder.token_classes, experience, None if draft_model else extra),
-            branching=trees_pay(costs.curve) and decoder.capability is Capability.TREE,
+            branching=trees_pay(costs.curve) and decoder.loaded.capability is Capability.TREE,
             experience=experience,
         )
         if draft_model:
             return CombinedDrafter(planner, draft_model)
-        if trained := getattr(decoder.model, "trained_head", None):
+        if trained := decoder.loaded.trained_head:
             planner.head = HeadDrafts(trained, trained.experience)
         return planner
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from traceback import walk_stack
+from typing import TYPE_CHECKING
 
 from mlx_lm.generate import generation_stream, wired_limit
 
@@ -18,9 +19,11 @@ from ..drafting.drafter import VerifiedStep
 from ..engine.joint import JointMode
 from ..engine.step import Batch, Sequence
 from ..errors import OptionError
-from .loaded import LoadedModel
 from .request import Request, State
 from .response import GenerationResponse
+
+if TYPE_CHECKING:
+    from .decoder import Decoder
 
 # Tokens of a prompt. Smaller chunks barely shorten a stall, and larger ones are no faster.
 _LEAST_CHUNK, _MOST_CHUNK = 16, 2048
@@ -67,7 +70,7 @@ class Engine:
 
     def __init__(
         self,
-        decoder: LoadedModel,
+        decoder: Decoder,
         *,
         max_active: int = 32,
         stall: float = 0.15,
@@ -364,14 +367,14 @@ class Engine:
         if self._joins or self._max_active == 1:
             return
         # To find out the mode can take many forwards, and a request alone never needs it.
-        batch = self._new_batch(self._decoder.joint_mode)
+        batch = self._new_batch(self._decoder.loaded.joint_mode)
         for one in self._running:
             if one.state in (State.DECODE, State.PAUSED) and one.sequence:
                 batch.join(one.sequence)
         self._batch, self._joins = batch, True
 
     def _new_batch(self, mode: JointMode) -> Batch:
-        return Batch(self._decoder.model, mode, self.stall == math.inf, self._spare)
+        return Batch(self._decoder.loaded, mode, self.stall == math.inf, self._spare)
 
 
 def responses(request: Request) -> Generator[GenerationResponse, None, None]:

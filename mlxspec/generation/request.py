@@ -20,7 +20,6 @@ from ..engine.prompt_cache import CacheLease
 from ..engine.sampling import Chooser
 from ..engine.target import Capability, Target, target_for
 from ..errors import OptionError
-from .loaded import LoadedModel
 from .options import (
     GenerationOptions,
     cache_options_from,
@@ -36,6 +35,7 @@ from .session import Session
 
 if TYPE_CHECKING:
     from ..engine.grammar import Grammar
+    from .decoder import Decoder
 
 
 _log = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class Request:
 
     def __init__(
         self,
-        decoder: LoadedModel,
+        decoder: Decoder,
         prompt: Sequence[int],
         max_tokens: int,
         options: GenerationOptions,
@@ -190,9 +190,9 @@ class Request:
             raise OptionError("session and prompt_cache are given together: choose one")
         if caches is not None:
             self.lease = CacheLease(caches, decoder.model)
-        model = decoder.tokenizer, decoder.vocab_size
-        self.sampling = sampling_from(options, decoder.vocab_size)
-        verifies = decoder.chain_capability is not Capability.PLAIN
+        model = decoder.tokenizer, decoder.loaded.vocab_size
+        self.sampling = sampling_from(options, decoder.loaded.vocab_size)
+        verifies = decoder.loaded.chain_capability is not Capability.PLAIN
         self.takes_drafts = self.sampling.allows_drafts and verifies
         self.constraint = grammar_of(options.get("constraint"), *model)
         self.stop_tokens = stop_token_ids(options.get("stop_tokens", ()), *model)
@@ -243,7 +243,7 @@ class Request:
             max_tokens=self.max_tokens,
             ends=self.output.add,
             n_cached=self.n_cached,
-            in_mlx_lms_chunks=decoder.chunks_matter(length, target.cache),
+            in_mlx_lms_chunks=decoder.loaded.chunks_matter(length, target.cache),
         )
         self.prefilled = self.n_cached
         self._prefill_started = time.perf_counter()
@@ -266,9 +266,9 @@ class Request:
         Raises:
             OptionError, FileError: the caches cannot be used.
         """
-        decoder = self.decoder
-        capability = decoder.capability if branching else decoder.chain_capability
-        of_target = decoder.model, capability, self.cache_options
+        loaded = self.decoder.loaded
+        capability = loaded.capability if branching else loaded.chain_capability
+        of_target = loaded, capability, self.cache_options
         if isinstance(self.lease, Session):
             target = self.lease.take(self.prompt, *of_target)
             self.n_cached = target.length

@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from ..corpus.suffix_index import common_length
@@ -23,6 +22,7 @@ from ..engine.caches import (
     parts,
 )
 from ..engine.capability import capability_with
+from ..engine.loaded_model import LoadedModel
 from ..engine.params import CacheOptions
 from ..engine.prompt_cache import (
     as_mlx_lms,
@@ -174,7 +174,7 @@ class Session:
             target = self._target
             if target is None and not self._given:
                 raise OptionError("session has no cache to save: finish a generation first")
-            if target and getattr(target.model, "leader", None):
+            if target and target.loaded.leader:
                 raise OptionError("session cannot be saved: its model is split over machines")
             with mx.stream(generation_stream):
                 cache = [as_mlx_lms(layer) for layer in target.cache] if target else self._given
@@ -194,13 +194,17 @@ class Session:
         return self._tokens.copy()
 
     def take(
-        self, prompt: Sequence[int], model: nn.Module, capability: Capability, options: CacheOptions
+        self,
+        prompt: Sequence[int],
+        loaded: LoadedModel,
+        capability: Capability,
+        options: CacheOptions,
     ) -> Target:
         """Lend the caches to a generation, holding as much of its prompt as possible.
 
         Args:
             prompt: the token ids of the whole conversation.
-            model, capability, options: as for :class:`mlxspec.engine.target.Target`.
+            loaded, capability, options: as for :class:`mlxspec.engine.target.Target`.
 
         Raises:
             OptionError: another generation is using the session, or it begins with a cache from a
@@ -210,7 +214,7 @@ class Session:
         self._begin_use()
         try:
             with mx.stream(generation_stream):
-                target = self._target_for(prompt, model, capability, options)
+                target = self._target_for(prompt, loaded, capability, options)
             target.mark_at, self.mark_at = self.mark_at, 0
             self._lent = target, prompt
         except BaseException:
@@ -220,31 +224,35 @@ class Session:
         return target
 
     def _target_for(
-        self, prompt: Sequence[int], model: nn.Module, capability: Capability, options: CacheOptions
+        self,
+        prompt: Sequence[int],
+        loaded: LoadedModel,
+        capability: Capability,
+        options: CacheOptions,
     ) -> Target:
         """Take the target out of the session, or make a new one.
 
         If this turn fails, the session is empty, and its next turn starts from nothing.
         """
         if self._given:
-            check_fits(self._given, model, "the session's cache")
+            check_fits(self._given, loaded.model, "the session's cache")
         target, self._target = self._target, None
         given, self._given = self._given, []
         tokens, self._tokens = self._tokens, []
         if given:
             able = capability_with(given, capability)
-            target = target_for(model, able, options, given, MARKS)
+            target = target_for(loaded, able, options, given, MARKS)
             target.begin_at(len(tokens))
             if target.head:
                 target.head.resume(self._head, len(tokens))
             self._head = []
-        if target and _serves(target, model, capability, options):
+        if target and _serves(target, loaded, capability, options):
             # The prompt's last token belongs to the first step.
             common = min(common_length(tokens, [*prompt]), len(prompt) - 1)
             with suppress(ValueError):
                 target.rewind(common)
                 return target
-        return target_for(model, capability, options, marks=MARKS)
+        return target_for(loaded, capability, options, marks=MARKS)
 
     def give_back(self, prompt: Sequence[int], context: Sequence[int]) -> None:
         """Keep the part of an ended generation that its consumer has read."""
@@ -260,9 +268,10 @@ class Session:
 
 
 def _serves(
-    target: Target, model: nn.Module, capability: Capability, options: CacheOptions
+    target: Target, loaded: LoadedModel, capability: Capability, options: CacheOptions
 ) -> bool:
     """Whether a target can continue with this model and these options."""
     if {target.capability, capability} <= _TRIMMABLE:
         target.capability = capability  # depends on whether this turn's drafts may branch
-    return target.model is model and target.capability is capability and target.options == options
+    same = target.model is loaded.model and target.options == options
+    return same and target.capability is capability

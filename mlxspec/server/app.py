@@ -274,7 +274,7 @@ class Endpoints:
         """``/v1/detokenize``"""
         body = await self.read(request, partial(parse, DetokenizeBody))
         served = await self._served(request, body.model)
-        check_ids(body.tokens, served.decoder.vocab_size, "tokens")
+        check_ids(body.tokens, served.decoder.loaded.vocab_size, "tokens")
         make = partial(detokenized, served.decoder.tokenizer, body.tokens)
         return JSONResponse({"prompt": await self._tokenized(served, make)})
 
@@ -465,7 +465,7 @@ class Endpoints:
         tokens = tuple(prompt.tokens)  # all choices share it
         sent = {"logit_bias": body.logit_bias, "stop_token_ids": body.stop_token_ids}
         for param, ids in {body.param: tokens, **sent}.items():
-            check_ids(ids, served.decoder.vocab_size, param, served.decoder.tokenizer)
+            check_ids(ids, served.decoder.loaded.vocab_size, param, served.decoder.tokenizer)
         if not tokens:
             raise ApiError(f"{body.param} has no tokens: send a text.", param=body.param)
         for answer in (body.max_tokens or 1, 1):  # the second if the first could never fit
@@ -503,7 +503,7 @@ class Endpoints:
             return None
         vocabulary, decoder = None, served.decoder
         try:
-            make = partial(Vocabulary.of, decoder.tokenizer, decoder.vocab_size)
+            make = partial(Vocabulary.of, decoder.tokenizer, decoder.loaded.vocab_size)
             vocabulary = await self._tokenized(served, make)
             return await _held(self._compiling, partial(Grammar, prompt.constraint, vocabulary))
         except OptionError as error:

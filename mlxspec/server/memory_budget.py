@@ -191,10 +191,10 @@ class ServerMemory:
         """Count a loaded model; this ends the reservation under its name."""
         self._models[served.name] = served
         self.release(served.name)
-        model = served.decoder.model
-        if hasattr(model, "leader"):  # each rank holds a part of it on its own machine
+        loaded = served.decoder.loaded
+        if loaded.leader:  # each rank holds a part of it on its own machine
             held = mx.get_active_memory() + mx.get_cache_memory()
-            self._bound = min(self._bound, held + together(least_free_memory, model))
+            self._bound = min(self._bound, held + together(least_free_memory, loaded))
         self.make_room()
 
     def remove(self, served: ServedModel) -> None:

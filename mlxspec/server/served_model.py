@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 
@@ -22,16 +21,14 @@ from ..corpus.suffix_index import MOST_BYTES
 from ..drafting.drafter import Drafter
 from ..drafting.learned import cache_directory, read_kept, write_among_newest
 from ..engine.costs import forward_memory, machine_identity, model_identity
+from ..engine.loaded_model import LoadedModel
 from ..engine.model_sizes import CacheKind, cache_kinds, context_length
 from ..engine.params import CacheOptions
-from ..engine.target import UNDOABLE, together, vocabulary_size
+from ..engine.target import UNDOABLE, together
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto
 from ..generation.session import MARKS
 from .prefix_cache import PrefixCache
-
-if TYPE_CHECKING:
-    from ..engine.heads import TrainedHead
 
 _STEP = 256  # positions by which caches grow
 _SLACK = 16 + _STEP  # positions that a window's cache may hold beyond the window
@@ -56,23 +53,23 @@ class CacheMemory:
     """The memory that one model's weights, caches and forwards need.
 
     Attributes:
-        model: an mlx-lm model, with its weights in memory.
+        loaded: the model, with its weights in memory.
         options: the cache options.
         draft_model: the draft model that drafts for it, if any.
     """
 
-    model: nn.Module
+    loaded: LoadedModel
     options: CacheOptions = field(default_factory=CacheOptions)
-    draft_model: nn.Module | None = None
+    draft_model: LoadedModel | None = None
 
     def __post_init__(self) -> None:
         self._draft = CacheMemory(self.draft_model) if self.draft_model else None
-        self._plain = cache_kinds(self.model, self.options)
+        self._plain = cache_kinds(self.loaded, self.options)
         self._quantized: list[CacheKind] = []
         if self.options.kv_bits is not None:
-            self._quantized = cache_kinds(self.model, self.options, quantized=True)
-        self._trained: TrainedHead | None = getattr(self.model, "trained_head", None)
-        self._waiting = self._trained.new_cache(0).waiting_bytes(_ROWS) if self._trained else 0
+            self._quantized = cache_kinds(self.loaded, self.options, quantized=True)
+        trained = self._trained = self.loaded.trained_head
+        self._waiting = trained.new_cache(0).waiting_bytes(_ROWS) if trained else 0
 
     def needs(self, tokens: int) -> Need:
         """The memory that a request needs for ``tokens`` tokens of prompt and answer."""
@@ -101,7 +98,7 @@ class CacheMemory:
     @cached_property
     def weights(self) -> int:
         """The bytes of all weights, including those of a trained head and a draft model."""
-        modules = [self.model, *([self._trained.head] if self._trained else ())]
+        modules = [self.loaded.model, *([self._trained.head] if self._trained else ())]
         arrays = [array for module in modules for _, array in tree_flatten(module.parameters())]
         own = sum(array.nbytes for array in {id(array): array for array in arrays}.values())
         return own + (self._draft.weights if self._draft else 0)
@@ -128,9 +125,9 @@ class CacheMemory:
 
         The result is kept on disk, by all that it depends on.
         """
-        group = getattr(self.model, "split_over", None)
+        group = self.loaded.group
         key = [
-            *(version("mlx-lm"), machine_identity(), model_identity(self.model)),
+            *(version("mlx-lm"), machine_identity(), model_identity(self.loaded.model)),
             *(self.options.max_kv_size, group.size() if group else 1),
             model_identity(self._trained.head) if self._trained else None,
         ]
@@ -139,9 +136,9 @@ class CacheMemory:
         found = read_kept("memory of forwards", path, tuple[int, float])
         if found is None:
             with mx.stream(generation_stream):
-                found = together(forward_memory, self.model, self.options.max_kv_size)
+                found = together(forward_memory, self.loaded, self.options.max_kv_size)
             write_among_newest(path, found)
-        return found, _SCORES * 4 * vocabulary_size(self.model)
+        return found, _SCORES * 4 * self.loaded.vocab_size
 
 
 def _taken(kinds: list[CacheKind], tokens: int) -> int:
@@ -198,9 +195,9 @@ class ServedModel:
     def __post_init__(self) -> None:
         decoder = self.decoder
         draft_model = getattr(decoder.drafting, "draft_model", None)
-        self.memory = CacheMemory(decoder.model, self.caches, draft_model)
+        self.memory = CacheMemory(decoder.loaded, self.caches, draft_model)
         self.cache = PrefixCache(
-            decoder.model, self.most_cached, self.caches, decoder.chunks_matter
+            decoder.model, self.most_cached, self.caches, decoder.loaded.chunks_matter
         )
 
     @property

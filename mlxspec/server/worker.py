@@ -15,8 +15,8 @@ from typing import Any, cast
 from ..drafting.drafter import VerifiedStep
 from ..errors import MlxspecError
 from ..generation.asynchronous import EngineThread, RequestStream
+from ..generation.decoder import Decoder
 from ..generation.engine import LEAST_UNREAD, Engine
-from ..generation.loaded import LoadedModel
 from ..generation.options import GenerationOptions
 from ..generation.request import Request, State
 from ..generation.response import GenerationResponse
@@ -223,13 +223,13 @@ class ServedRequest(Request):
         self.session = None
 
 
-def _failure(error: Exception, decoder: LoadedModel) -> ApiError:
+def _failure(error: Exception, decoder: Decoder) -> ApiError:
     """The error that a client gets for the exception that ended a generation."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, MlxspecError):
         return ApiError(str(error))
-    if isinstance(error, RuntimeError) and (leader := getattr(decoder.model, "leader", None)):
+    if isinstance(error, RuntimeError) and (leader := decoder.loaded.leader):
         leader.fail(error)
     _log.error("a generation has failed", exc_info=error)
     return ApiError(f"the generation has failed: {error}", status=500)

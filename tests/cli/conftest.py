@@ -61,5 +61,5 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def heads_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows cost next to nothing, and heads take no time, whatever the machine is busy with."""
     costs = given_costs(FLAT)
-    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", lambda *_, **__: costs)
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: costs)
     monkeypatch.setattr("mlxspec.engine.heads.TrainedHead._timed", lambda *_: 1e-5)

@@ -17,7 +17,6 @@ from mlxspec.cli.common.output import ProgressBar
 from mlxspec.drafting.costs import KnownTime
 from mlxspec.drafting.learned import KnownTimes
 from mlxspec.engine import costs
-from mlxspec.engine.patches import split_from
 
 TIMES = [
     KnownTime(1, 0.025, 0.02, 60),
@@ -189,8 +188,8 @@ def test_attention_is_measured_as_it_runs(
 ):
     split: list[int] = []
 
-    def measured(model, plan, **options):
-        split.append(split_from(model))
+    def measured(loaded, plan, **options):
+        split.append(loaded.split_from)
         return KnownTimes(TIMES, "careful", split=True)
 
     monkeypatch.setattr(costs, "calibrate", measured)

@@ -44,7 +44,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where answers are kept in this test; nobody has been told of that yet."""
     monkeypatch.setenv("MLXSPEC_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", lambda *_, **__: given_costs(FLAT))
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: given_costs(FLAT))
     return tmp_path / "data" / "memory"
 
 

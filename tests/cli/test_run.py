@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(monkeypatch: pytest.MonkeyPatch):
     """Runs the command in this process, whose state is restored afterwards."""
     costs = decoder_of(*demo_with_costs()).costs
-    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", lambda *_, **__: costs)
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: costs)
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", [*sys.path])
 

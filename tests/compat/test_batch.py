@@ -50,8 +50,8 @@ def way(
 ) -> JointMode:
     """Whether prompts share joint steps, or go into mlx-lm's batches, as if they could not."""
     decoder = decoder_of(*loaded)
-    assert decoder.joint_mode is JointMode.SPLIT
-    monkeypatch.setattr(decoder, "joint_mode", request.param)
+    assert decoder.loaded.joint_mode is JointMode.SPLIT
+    monkeypatch.setattr(decoder.loaded, "joint_mode", request.param)
     give_costs(*loaded, FLAT)
     return request.param
 
@@ -67,7 +67,7 @@ def test_answers_are_those_to_single_prompts(
     prompts: list, way: JointMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = demo_with_costs(FLAT)
-    monkeypatch.setattr(decoder_of(*loaded), "joint_mode", way)
+    monkeypatch.setattr(decoder_of(*loaded).loaded, "joint_mode", way)
     expected = [alone(loaded, prompt, n) for prompt, n in zip(prompts, LIMITS, strict=True)]
     response = mlxspec.batch_generate(*loaded, prompts, max_tokens=LIMITS, return_token_ids=True)
     assert isinstance(response, BatchResponse)
@@ -160,7 +160,7 @@ def test_bad_arguments_are_refused_before_anything_is_measured(
 ) -> None:
     monkeypatch.delitem(vars(decoder_of(*loaded)), "costs")
     monkeypatch.setattr(
-        "mlxspec.generation.loaded.costs_for", lambda *_, **__: pytest.fail("measured")
+        "mlxspec.generation.decoder.costs_for", lambda *_, **__: pytest.fail("measured")
     )
     for bad in ({"max_tokens": [12, 6, 0]}, {"prompts": [prompts[0], []]}, {"max_kv_size": 3}):
         with pytest.raises(MlxspecError):

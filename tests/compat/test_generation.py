@@ -274,7 +274,7 @@ def test_examples_of_mlx_lm_s_readme_run_with_the_import_changed(
     loaded: tuple,
 ) -> None:
     costs = decoder_of(*loaded).costs
-    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", lambda *_, **__: costs)
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: costs)
 
     def printed(package: str, model: str) -> str:
         if "import" not in program:  # an excerpt, which goes on with the names of another one

@@ -33,7 +33,7 @@ from tests.support.rank import PROMPT, SETTINGS
 
 def test_a_prompt_cache_is_refused_where_the_model_is_split(small_model: Any) -> None:
     decoder = Decoder(small_model)
-    decoder.model.leader, decoder.model.number = Leader(cast(Any, None), cast(Any, Silent())), 0
+    led(decoder.loaded, Silent())
     cache = make_prompt_cache(decoder.model)
     with pytest.raises(OptionError, match="cannot be split over several machines"):
         list(decoder.decode(PROMPT, SETTINGS["plain"].drafter(), prompt_cache=cache))
@@ -45,10 +45,16 @@ def test_an_error_in_what_the_ranks_do_together_ends_them(
     """The followers would wait for rank 0's values for good, and so would the next request."""
     monkeypatch.setattr(ranks, "_SECONDS_TO_NOTICE", 0)
     decoder = Decoder(small_model)
-    decoder.model.leader, decoder.model.number = Leader(cast(Any, None), cast(Any, Silent())), 0
+    led(decoder.loaded, Silent())
     monkeypatch.setattr(Target, "forward", fails)
     with pytest.raises(SystemExit, match=r"^Error: rank 0: TypeError: no layer$"):
         list(decoder.decode(PROMPT, SETTINGS["plain"].drafter()))
+
+
+def led(loaded: Any, channel: Any) -> Leader:
+    """Have a channel's ranks repeat what is done with a model."""
+    loaded.leader, loaded.number = Leader(cast(Any, None), channel), 0
+    return cast(Leader, loaded.leader)
 
 
 def fails(*_: Any, **__: Any) -> None:
@@ -162,19 +168,18 @@ def test_a_follower_has_the_leaders_caches_after_each_turn(
     kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = Decoder(KINDS[kind].model(), endless_tokenizer())
-    model = decoder.model
-    echo = Echo(model)
-    model.leader, model.number = Leader(cast(Any, None), cast(Any, echo)), 0
-    next(model.leader._numbers)
+    echo = Echo(decoder.loaded)
+    leader = led(decoder.loaded, echo)
+    next(leader._numbers)
     monkeypatch.setattr(ranks, "share", echo.share)
-    cache = PrefixCache(model, 1 << 30, CacheOptions(**options))
+    cache = PrefixCache(decoder.model, 1 << 30, CacheOptions(**options))
     run(Checked(decoder, echo, cache), decoder, cache, options)
     assert echo.names == REPEATED
     assert 0 < cache.forks < cache.hits
     cache.make_room(1 << 40)
     gc.collect()
-    model.leader._dropped.append(0)
-    model.leader._send(Target.mark, [None], None)
+    leader._dropped.append(0)
+    leader._send(Target.mark, [None], None)
     echo.flush()
     assert not echo.follower.known
 

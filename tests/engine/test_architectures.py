@@ -17,19 +17,19 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.capability import (
     Capability,
-    examine,
     examine_joint,
     finite,
     logits,
 )
 from mlxspec.engine.joint import JointMode
+from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.architecture_settings import WINDOW
 from tests.support.architecture_table import notes, row
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter, PartlyRightDrafter
 from tests.support.examples import LONG, examples
-from tests.support.harness import assert_same_output, plain, run
+from tests.support.harness import assert_same_output, examined, plain, run
 from tests.support.rarer_architectures import NOT_TRIED
 
 SHORT_PROMPT = [7, 3, 9, 3]
@@ -40,9 +40,9 @@ ODD_TOKENS = (5, 9, 2)
 
 
 @cache
-def examined(name: str) -> tuple[nn.Module, tuple[Capability, str]]:
+def tried(name: str) -> tuple[nn.Module, tuple[Capability, str]]:
     model = ARCHITECTURES[name].model()
-    return model, examine(model)
+    return model, examined(model)
 
 
 @cache
@@ -68,7 +68,7 @@ TRIED = list(ARCHITECTURES) if LONG else families()
 
 @pytest.mark.parametrize("name", TRIED)
 def test_architecture(name: str) -> None:
-    model, (capability, reason) = examined(name)
+    model, (capability, reason) = tried(name)
     assert capability is ARCHITECTURES[name].capability
     assert any(
         line.startswith(row(ARCHITECTURES[name], capability, reason)) for line in published_page()
@@ -111,14 +111,14 @@ def test_architecture(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRIED)
 def test_the_page_says_how_several_sequences_share_a_forward(name: str) -> None:
-    model, (capability, reason) = examined(name)
+    model, (capability, reason) = tried(name)
     assert row(ARCHITECTURES[name], capability, reason, model) in published_page()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRIED)
 def test_nothing_passes_where_rows_together_differ_by_more_than_rounding(name: str) -> None:
-    model, (capability, _) = examined(name)
+    model, (capability, _) = tried(name)
     tokens = (3, 1, 4, 1, 5, 2, 6)
     together = logits(model, tokens, make_prompt_cache(model))
     caches = make_prompt_cache(model)
@@ -126,7 +126,7 @@ def test_nothing_passes_where_rows_together_differ_by_more_than_rounding(name: s
     noise, spread = mx.max(mx.abs(together - apart)), mx.max(apart) - mx.min(apart)
     if (noise > 1e-3 * spread).item():
         assert capability is Capability.PLAIN
-        assert examine_joint(model, capability)[0] is JointMode.ALONE
+        assert examine_joint(LoadedModel(model), capability)[0] is JointMode.ALONE
 
 
 def test_no_page_says_plain_beside_joint() -> None:
@@ -137,7 +137,7 @@ def test_no_page_says_plain_beside_joint() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRIED)
 def test_prompts_give_the_same_in_any_chunks_that_are_allowed(name: str) -> None:
-    model, (capability, _) = examined(name)
+    model, (capability, _) = tried(name)
     last = len(LONG_PROMPT)
 
     def after(*cuts: int) -> mx.array:

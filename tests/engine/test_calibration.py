@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import mlx.nn as nn
 import pytest
 
 from mlxspec.drafting.measurement import CAREFUL, QUICK
 from mlxspec.engine import costs
 from mlxspec.engine.costs import ModelSteps, calibrate, check_context, measured_contexts
 from mlxspec.engine.heads import TrainedHead
+from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.target import Capability
 from mlxspec.errors import OptionError
 from tests.support import heads
@@ -21,12 +21,12 @@ SMALL = replace(QUICK, rows=(2, 4, 16), rounds=2, plain_tokens=2, seconds=1e9)
 
 
 @pytest.fixture(scope="module")
-def llama() -> nn.Module:
-    return random_model("llama")
+def llama() -> LoadedModel:
+    return LoadedModel(random_model("llama"))
 
 
 @pytest.fixture
-def forwards(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def forwards(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The rows of every forward that a target runs from now on."""
     rows: list[int] = []
     forward = costs.Target.forward
@@ -39,7 +39,7 @@ def forwards(llama: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def test_a_drafted_step_is_one_forward_over_its_rows(llama: nn.Module, forwards: list[int]):
+def test_a_drafted_step_is_one_forward_over_its_rows(llama: LoadedModel, forwards: list[int]):
     steps = ModelSteps(llama, context=8)
     forwards.clear()
     assert steps.drafted(5) > 0
@@ -47,7 +47,7 @@ def test_a_drafted_step_is_one_forward_over_its_rows(llama: nn.Module, forwards:
 
 
 def test_plain_steps_are_pipelined_and_a_drafted_step_waits_for_the_last(
-    llama: nn.Module, forwards: list[int]
+    llama: LoadedModel, forwards: list[int]
 ):
     steps = ModelSteps(llama, context=8)
     forwards.clear()
@@ -60,7 +60,7 @@ def test_plain_steps_are_pipelined_and_a_drafted_step_waits_for_the_last(
     assert forwards == [4]
 
 
-def test_the_context_grows_no_further_than_the_plan_says(llama: nn.Module):
+def test_the_context_grows_no_further_than_the_plan_says(llama: LoadedModel):
     steps = ModelSteps(llama, context=8)
     for _ in range(SMALL.rounds):
         steps.plain(SMALL.plain_tokens)
@@ -69,7 +69,7 @@ def test_the_context_grows_no_further_than_the_plan_says(llama: nn.Module):
     assert 8 < steps.target.length <= 8 + SMALL.tokens + 2
 
 
-def test_a_calibration_gives_every_number_of_rows_its_time(llama: nn.Module):
+def test_a_calibration_gives_every_number_of_rows_its_time(llama: LoadedModel):
     shares: list[float] = []
     times = calibrate(llama, SMALL, context=8, on_progress=shares.append).times
     assert [(time.rows, time.steps) for time in times] == [(1, 4), (2, 2), (4, 2), (16, 2)]
@@ -78,16 +78,16 @@ def test_a_calibration_gives_every_number_of_rows_its_time(llama: nn.Module):
 
 
 @pytest.mark.slow
-def test_a_shared_step_has_a_row_of_each_sequence_and_the_drafts_between_them(llama: nn.Module):
+def test_a_shared_step_has_a_row_of_each_sequence_and_the_drafts_between_them(llama: LoadedModel):
     rows: list[int] = []
-    ordinary = type(llama).__call__
+    ordinary = type(llama.model).__call__
 
-    class Watched(type(llama)):
+    class Watched(type(llama.model)):
         def __call__(self, tokens, cache=None):
             rows.append(tokens.shape[1])
             return ordinary(self, tokens, cache)
 
-    model = Watched(llama.args)
+    model = LoadedModel(Watched(llama.model.args))
     plan = replace(SMALL, rows=(2, 16))
     times = calibrate(model, plan, context=8, sequences=3).times
     assert [time.rows for time in times] == [1, 2, 16]
@@ -97,14 +97,14 @@ def test_a_shared_step_has_a_row_of_each_sequence_and_the_drafts_between_them(ll
 
 def test_what_cannot_be_shared_is_refused():
     with pytest.raises(OptionError, match="sequences is 2: this model's forwards take only 1"):
-        calibrate(ARCHITECTURES["llama4"].model(), SMALL, context=8, sequences=2)
+        calibrate(LoadedModel(ARCHITECTURES["llama4"].model()), SMALL, context=8, sequences=2)
 
 
 def test_where_accepted_tokens_run_again_a_step_is_measured_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ):
     model = ARCHITECTURES["mamba"].model()
-    steps = ModelSteps(model, context=8)
+    steps = ModelSteps(LoadedModel(model), context=8)
     rows: list[int] = []
     ordinary = type(model).__call__
 
@@ -118,19 +118,20 @@ def test_where_accepted_tokens_run_again_a_step_is_measured_with_them(
         assert rows[-2] == wanted  # then the accepted token, since the draft is wrong
 
 
-def test_a_model_that_verifies_no_drafts_has_plain_steps_only(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(costs, "chain_capability", lambda model: Capability.PLAIN)
-    assert [time.rows for time in calibrate(random_model("llama"), SMALL, context=8).times] == [1]
+def test_a_model_that_verifies_no_drafts_has_plain_steps_only():
+    loaded = LoadedModel(random_model("llama"))
+    loaded.chain_capability = Capability.PLAIN
+    assert [time.rows for time in calibrate(loaded, SMALL, context=8).times] == [1]
 
 
 def test_a_sliding_window_bounds_neither_rows_nor_context():
-    model = random_model("gemma3_text", **{**SLIDING_GEMMA_3, "sliding_window": 12})
+    model = LoadedModel(random_model("gemma3_text", **{**SLIDING_GEMMA_3, "sliding_window": 12}))
     assert [time.rows for time in calibrate(model, SMALL, context=30).times] == [1, 2, 4, 16]
 
 
-def test_a_model_with_a_head_is_measured_behind_a_filled_context(llama: nn.Module):
+def test_a_model_with_a_head_is_measured_behind_a_filled_context(llama: LoadedModel):
     for make_head in (heads.eagle3, heads.dflash):
-        model = TrainedHead(make_head(llama)[1], llama).model
+        model = TrainedHead(make_head(llama.model)[1], llama.model).new_model()
         assert [time.rows for time in calibrate(model, SMALL, context=600).times] == [1, 2, 4, 16]
 
 
@@ -144,7 +145,7 @@ def test_a_short_context_is_not_outgrown(monkeypatch: pytest.MonkeyPatch):
         return forward(self, tokens, tree)
 
     monkeypatch.setattr(costs.Target, "forward", watching)
-    model = random_model("llama", max_position_embeddings=48)
+    model = LoadedModel(random_model("llama", max_position_embeddings=48))
     calibrate(model, SMALL, context=12)
     assert 16 < longest <= 48
 
@@ -164,7 +165,7 @@ def test_a_careful_calibration_measures_as_wide_as_a_short_context_allows(
         return forward(self, tokens, tree)
 
     monkeypatch.setattr(costs.Target, "forward", watching)
-    model = random_model("llama", max_position_embeddings=window)
+    model = LoadedModel(random_model("llama", max_position_embeddings=window))
     careful, context = replace(CAREFUL, seconds=1e9), measured_contexts(model)[0]
     times = calibrate(model, careful, context=context).times
     assert times[-1].rows == widest
@@ -172,6 +173,6 @@ def test_a_careful_calibration_measures_as_wide_as_a_short_context_allows(
 
 
 @pytest.mark.parametrize("context", [0, -5, 40_000])
-def test_a_context_that_the_model_cannot_have_is_refused(llama: nn.Module, context: int):
+def test_a_context_that_the_model_cannot_have_is_refused(llama: LoadedModel, context: int):
     with pytest.raises(OptionError, match=f"context of {context} tokens: choose 1 to"):
-        check_context(llama, SMALL, context)
+        check_context(llama.model, SMALL, context)

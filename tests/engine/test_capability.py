@@ -12,15 +12,15 @@ from mlxspec.engine.capability import (
     Capability,
     cache_capability,
     chain_capability,
-    examine,
     examine_joint,
     logits,
     rounding_noise,
 )
 from mlxspec.engine.joint import JointMode
+from mlxspec.engine.loaded_model import LoadedModel
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter
-from tests.support.harness import assert_same_output, run
+from tests.support.harness import assert_same_output, examined, run
 from tests.support.random_models import LLAMA_3_SCALING, YARN_SCALING, random_model, scaled_rope
 
 ROPES = {
@@ -36,7 +36,7 @@ ROPES = {
 def test_every_rope_decodes_what_mlx_lm_decodes(name: str) -> None:
     capability, config = ROPES[name]
     model = random_model("llama", **config)
-    assert examine(model)[0] is capability
+    assert examined(model)[0] is capability
     prompt, length = [7, 3, 9, 3], 40
     expected = [t for t, _ in generate_step(mx.array(prompt), model, max_tokens=length)]
     hostile = HostileDrafter(expected, 64, 5, seed=1)
@@ -66,18 +66,18 @@ def test_caches_alone_say_what_is_possible_without_a_forward() -> None:
     ],
 )
 def test_the_finding_says_what_keeps_a_model_from_trees(name: str, reason: str) -> None:
-    assert reason in examine(ARCHITECTURES[name].model())[1]
+    assert reason in examined(ARCHITECTURES[name].model())[1]
 
 
 def test_a_model_whose_rows_disturb_each_other_verifies_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert chain_capability(random_model("llama")) is Capability.CHAIN
+    assert chain_capability(LoadedModel(random_model("llama"))) is Capability.CHAIN
     monkeypatch.setattr(llama, "create_attention_mask", lambda *_, **__: None)  # rows see all
     model = random_model("llama")
-    assert chain_capability(model) is Capability.PLAIN
-    assert "than in separate forwards" in examine(model)[1]
-    mode, reason = examine_joint(model, Capability.PLAIN)
+    assert chain_capability(LoadedModel(model)) is Capability.PLAIN
+    assert "than in separate forwards" in examined(model)[1]
+    mode, reason = examine_joint(LoadedModel(model), Capability.PLAIN)
     assert mode is JointMode.ALONE
     assert "than in separate forwards" in reason
 
@@ -86,7 +86,7 @@ def test_a_model_whose_rows_disturb_each_other_verifies_nothing(
 def test_a_fault_does_not_pass_as_rounding(name: str) -> None:
     model = ARCHITECTURES[name].model()
     found = logits(model, (3, 1, 4), make_prompt_cache(model))
-    assert rounding_noise(model) < 2e-3 * (mx.max(found) - mx.min(found)).item()
+    assert rounding_noise(LoadedModel(model)) < 2e-3 * (mx.max(found) - mx.min(found)).item()
     # Nor does it hide that a joint forward differs, were the model to pass so far.
-    alone = examine_joint(model, Capability.CHAIN)[0] is JointMode.ALONE
+    alone = examine_joint(LoadedModel(model), Capability.CHAIN)[0] is JointMode.ALONE
     assert alone == (name == "phi3small")

@@ -11,12 +11,13 @@ from mlx.utils import tree_map_with_path
 from mlx_lm import stream_generate
 from mlx_lm.models import rope_utils
 
-from mlxspec.engine.capability import Capability, examine
+from mlxspec.engine.capability import Capability
 from mlxspec.generation.decoder import Decoder
 from mlxspec.models.model import load
 from mlxspec.models.model_files import DEMO
 from tests.support.architectures import ARCHITECTURES, livelier
 from tests.support.drafters import PartlyRightDrafter
+from tests.support.harness import examined
 from tests.support.random_models import random_model, scaled_rope
 
 pytestmark = pytest.mark.slow
@@ -56,7 +57,7 @@ def test_a_base_that_depends_on_the_length_changes_no_output(model_type: str, le
 @pytest.mark.parametrize("end", [40, 4096, 5000, 32768])
 @pytest.mark.parametrize("model_type", DYNAMIC)
 def test_a_base_that_changes_somewhere_is_found(model_type: str, end: int) -> None:
-    assert examine(dynamic(model_type, end))[0] is Capability.PLAIN
+    assert examined(dynamic(model_type, end))[0] is Capability.PLAIN
 
 
 @pytest.mark.parametrize("deciding", ["first", "last"])
@@ -72,7 +73,7 @@ def test_a_rule_that_a_steps_first_or_last_position_decides_is_found(
 
     monkeypatch.setattr(rope_utils.Llama3RoPE, "__call__", switching)
     scaling = scaled_rope("llama3", factor=8.0, original_max_position_embeddings=end)
-    assert examine(random_model("llama", **scaling))[0] is Capability.PLAIN
+    assert examined(random_model("llama", **scaling))[0] is Capability.PLAIN
 
 
 def test_a_rule_for_each_position_keeps_drafts_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,4 +86,4 @@ def test_a_rule_for_each_position_keeps_drafts_everywhere(monkeypatch: pytest.Mo
     monkeypatch.setattr(rope_utils.Llama3RoPE, "__call__", switching)
     scaling = scaled_rope("llama3", factor=8.0, original_max_position_embeddings=1000)
     # Rows of a branching step have no places in a row.
-    assert examine(random_model("llama", **scaling))[0] is Capability.CHAIN
+    assert examined(random_model("llama", **scaling))[0] is Capability.CHAIN

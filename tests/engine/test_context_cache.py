@@ -13,6 +13,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCach
 
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine.caches import parts
+from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.target import Capability, Target
 from tests.support.examples import examples
@@ -66,7 +67,7 @@ class Checked:
     def __init__(self, kind: str) -> None:
         make, replays = KINDS[kind]
         capability = Capability.PLAIN if replays else Capability.TREE
-        self.cache = Target(Writer(), capability, cache=make(), marks=2)
+        self.cache = Target(LoadedModel(Writer()), capability, cache=make(), marks=2)
         self.kind, self.replays = kind, replays
         self.tokens: list[int] = []
         self.prefill([1, 2, 3])
@@ -155,7 +156,7 @@ def test_whatever_happens_the_caches_hold_the_context(kind: str) -> None:
 
 def test_caches_are_quantised_once_they_are_long_enough_and_not_rewound_to_before() -> None:
     options = CacheOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=5)
-    cache = Target(Writer(), Capability.TREE, options, [KVCache()])
+    cache = Target(LoadedModel(Writer()), Capability.TREE, options, [KVCache()])
     for length in range(1, 7):
         tree = DraftTree.chain(length)
         cache.begin_forward(tree)

@@ -24,7 +24,8 @@ from mlxspec.engine.costs import (
     model_identity,
     with_long_context,
 )
-from mlxspec.engine.patches import split_attention, split_from
+from mlxspec.engine.loaded_model import LoadedModel
+from mlxspec.engine.patches import split_attention
 from mlxspec.engine.target import Capability
 from tests.support.openblas import needs_openblas
 from tests.support.random_models import random_model
@@ -37,8 +38,8 @@ BUSY = [KnownTime(rows, 0.02 + 0.01 * rows, 0.8 / 1.96, 1) for rows in (1, 2, 4,
 
 
 @pytest.fixture(scope="module")
-def llama() -> nn.Module:
-    return random_model("llama")
+def llama() -> LoadedModel:
+    return LoadedModel(random_model("llama"))
 
 
 @pytest.fixture
@@ -47,9 +48,9 @@ def cache(tmp_path: Path) -> CostCache:
 
 
 @pytest.fixture
-def measurements(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[LoadedModel]:
     """The models that are measured from now on, each with the result TIMES."""
-    measured: list[nn.Module] = []
+    measured: list[LoadedModel] = []
 
     def calibrate(model, plan, *, context):
         measured.append(model)
@@ -69,27 +70,27 @@ def no_note_of_a_busy_machine() -> None:
 def test_a_first_start_measures_a_few_plain_steps_and_warns_of_nothing(
     cache: CostCache, caplog: pytest.LogCaptureFixture, drafts: Capability
 ) -> None:
-    model, rows = random_model("llama"), []
-    model.chain_capability = drafts
-    call = type(model).__call__
+    loaded, rows = LoadedModel(random_model("llama")), []
+    loaded.chain_capability = drafts
+    call = type(loaded.model).__call__
 
     def counted(self: nn.Module, inputs: mx.array, *args: object, **named: object) -> mx.array:
         rows.append(inputs.size)
         return call(self, inputs, *args, **named)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(type(model), "__call__", counted)
-        costs = costs_for(model, cache=cache)
+        patched.setattr(type(loaded.model), "__call__", counted)
+        costs = costs_for(loaded, cache=cache)
     assert sum(rows) < 32  # a prompt of 16 tokens and some single steps
     assert max(rows[1:]) <= 16
     assert costs.curve(4) == pytest.approx(2.0)  # what rows usually cost
     assert not caplog.messages
-    (known,) = cache.read(cost_key(model)).values()
+    (known,) = cache.read(cost_key(loaded.model)).values()
     assert (known.source, [time.rows for time in known.times]) == ("steps", [1])
 
 
 def test_what_a_first_short_answer_has_shown_is_kept(
-    llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
+    llama: LoadedModel, cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ):
     costs = costs_for(llama, cache=cache)
     plain = costs.seconds(1)
@@ -99,7 +100,7 @@ def test_what_a_first_short_answer_has_shown_is_kept(
     monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: pytest.fail("measured"))
     again = costs_for(llama, cache=cache)
     assert again.curve(5) < 1.5
-    (known,) = cache.read(cost_key(llama)).values()
+    (known,) = cache.read(cost_key(llama.model)).values()
     assert (known.source, [time.rows for time in known.times]) == ("steps", [1, 2, 5])
 
 
@@ -118,7 +119,7 @@ def learn(costs: KeptCosts, steps: int = 100, wide: float = 0.06) -> None:
 
 
 def test_the_first_use_measures_and_the_next_one_knows(
-    llama: nn.Module, cache: CostCache, measurements: list[nn.Module]
+    llama: LoadedModel, cache: CostCache, measurements: list[LoadedModel]
 ):
     first = costs_for(llama, cache=cache)
     assert measurements == [llama]
@@ -129,13 +130,13 @@ def test_the_first_use_measures_and_the_next_one_knows(
 
 
 def test_a_spoiled_cache_is_measured_anew(
-    llama: nn.Module,
+    llama: LoadedModel,
     cache: CostCache,
-    measurements: list[nn.Module],
+    measurements: list[LoadedModel],
     caplog: pytest.LogCaptureFixture,
 ):
     costs_for(llama, cache=cache)
-    (cache.directory / cost_key(llama).file_name).write_text("{")
+    (cache.directory / cost_key(llama.model).file_name).write_text("{")
     assert costs_for(llama, cache=cache).curve(8) == pytest.approx(2.0)
     assert "ignoring" in caplog.text
     assert len(measurements) == 2
@@ -144,7 +145,7 @@ def test_a_spoiled_cache_is_measured_anew(
 
 
 def test_an_interrupted_measurement_leaves_the_cache_as_it_was(
-    llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
+    llama: LoadedModel, cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ):
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -156,18 +157,18 @@ def test_an_interrupted_measurement_leaves_the_cache_as_it_was(
 
 
 def test_what_steps_have_taught_is_kept(
-    llama: nn.Module, cache: CostCache, measurements: list[nn.Module]
+    llama: LoadedModel, cache: CostCache, measurements: list[LoadedModel]
 ):
     costs = costs_for(llama, cache=cache)
     learn(costs)
     costs.end()
     assert costs_for(llama, cache=cache).curve(8) == pytest.approx(3.0, rel=0.05)
-    (known,) = cache.read(cost_key(llama)).values()
+    (known,) = cache.read(cost_key(llama.model)).values()
     assert known.source == "steps"
 
 
 def test_what_shared_steps_have_taught_is_kept_for_each_number_of_sequences(
-    llama: nn.Module, cache: CostCache, measurements: list[nn.Module]
+    llama: LoadedModel, cache: CostCache, measurements: list[LoadedModel]
 ):
     costs = costs_for(llama, cache=cache)
     shared = costs.for_sequences(4)
@@ -178,12 +179,12 @@ def test_what_shared_steps_have_taught_is_kept_for_each_number_of_sequences(
     assert again.for_sequences(4).curve(8) == pytest.approx(3.0, rel=0.05)
     assert again.for_sequences(3).curve(8) < 2.5
     assert again.curve(8) == pytest.approx(before)
-    (known,) = cache.read(cost_key(llama).of_sequences(4)).values()
+    (known,) = cache.read(cost_key(llama.model).of_sequences(4)).values()
     assert known.source == "steps"
 
 
-def test_saving_waits_if_the_last_one_is_recent(llama: nn.Module, cache: CostCache):
-    key, clock = cost_key(llama), Clock()
+def test_saving_waits_if_the_last_one_is_recent(llama: LoadedModel, cache: CostCache):
+    key, clock = cost_key(llama.model), Clock()
     known = KnownTimes([KnownTime(1, 0.02, 0.1), KnownTime(8, 0.04, 0.1)], "careful")
     costs = KeptCosts(cache, key, {1024: known}, clock)
 
@@ -203,7 +204,7 @@ def test_saving_waits_if_the_last_one_is_recent(llama: nn.Module, cache: CostCac
 
 
 def test_steps_after_a_long_context_are_measured_once_a_generation_has_had_one(
-    llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
+    llama: LoadedModel, cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ):
     contexts: list[int] = []
 
@@ -222,9 +223,9 @@ def test_steps_after_a_long_context_are_measured_once_a_generation_has_had_one(
     learn(costs)
     long = with_long_context(llama, costs)
     assert contexts == [64, 8000]
-    kept = cache.read(cost_key(llama))
+    kept = cache.read(cost_key(llama.model))
     assert {context: known.split for context, known in kept.items()} == {64: False, 8000: True}
-    assert split_from(llama) == 715  # √(64 · 8000)
+    assert llama.split_from == 715  # √(64 · 8000)
     long.move_to(600)
     long.end()
     assert not long.wants_long_context
@@ -232,20 +233,20 @@ def test_steps_after_a_long_context_are_measured_once_a_generation_has_had_one(
     assert long.curve(8) == pytest.approx(costs.curve(8), rel=0.3)
     split_attention(llama, None)
     assert not costs_for(llama, cache=cache).wants_long_context
-    assert split_from(llama) == 715
+    assert llama.split_from == 715
     split_attention(llama, None)
     assert contexts == [64, 8000]
 
 
 def test_a_busy_measurement_after_a_long_context_is_not_kept_and_not_tried_again(
-    llama: nn.Module, cache: CostCache, monkeypatch: pytest.MonkeyPatch
+    llama: LoadedModel, cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ):
-    costs = KeptCosts(cache, cost_key(llama), {64: KnownTimes(TIMES, "quick")})
+    costs = KeptCosts(cache, cost_key(llama.model), {64: KnownTimes(TIMES, "quick")})
     costs.move_to(600)
     costs.end()
     monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: KnownTimes(BUSY, "quick"))
     assert with_long_context(llama, costs) is costs
-    assert list(cache.read(cost_key(llama))) == [64]
+    assert list(cache.read(cost_key(llama.model))) == [64]
     costs.end()
     assert not costs.wants_long_context
 
@@ -262,12 +263,12 @@ def test_a_busy_measurement_after_a_long_context_is_not_kept_and_not_tried_again
     ],
 )
 def test_attention_is_split_from_between_the_contexts_that_were_measured(
-    llama: nn.Module, cache: CostCache, split: dict[int, bool | None], expected: int | None
+    llama: LoadedModel, cache: CostCache, split: dict[int, bool | None], expected: int | None
 ):
     known = {context: KnownTimes(TIMES, "quick", split=own) for context, own in split.items()}
-    cache.update(cost_key(llama), known)
+    cache.update(cost_key(llama.model), known)
     costs_for(llama, cache=cache)
-    assert split_from(llama) == expected
+    assert llama.split_from == expected
     split_attention(llama, None)
 
 
@@ -286,15 +287,15 @@ def test_contexts_fit_the_model_and_the_memory(
     settings: dict[str, int], gib: float, contexts: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(measured_costs, "whole_memory", lambda: int(gib * 2**30))
-    assert measured_contexts(random_model("llama", **settings)) == contexts
+    assert measured_contexts(LoadedModel(random_model("llama", **settings))) == contexts
 
 
 def test_several_sequences_share_the_memory(monkeypatch: pytest.MonkeyPatch):
-    model = random_model("llama")
+    loaded = LoadedModel(random_model("llama"))
     monkeypatch.setattr(measured_costs, "whole_memory", lambda: 256 * 16 * 8000)
-    assert measured_contexts(model) == [64, 1000, 8000]
-    assert measured_contexts(model, sequences=4) == [64, 1000, 2000]
-    assert measured_contexts(model, sequences=64) == [64]
+    assert measured_contexts(loaded) == [64, 1000, 8000]
+    assert measured_contexts(loaded, sequences=4) == [64, 1000, 2000]
+    assert measured_contexts(loaded, sequences=64) == [64]
 
 
 _PRINT_BLAS = """

@@ -270,7 +270,7 @@ def test_ids_that_the_model_lacks_may_not_come_and_break_nothing() -> None:
 
 def test_tokenizers_that_cannot_follow_a_constraint_are_refused() -> None:
     with pytest.raises(OptionError, match="no token that ends"):
-        Vocabulary.of(endless_tokenizer(), demo().vocab_size)
+        Vocabulary.of(endless_tokenizer(), demo().loaded.vocab_size)
     words = wrap(word_piece())
     words.eos_token_ids = {1}
     with pytest.raises(OptionError, match="no token for"):

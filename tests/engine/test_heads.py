@@ -92,7 +92,7 @@ def trained(kind: str) -> TrainedHead:
 
 def target_of(kind: str, **options: Any) -> Target:
     capability = ARCHITECTURES[KINDS[kind][0]].capability
-    return Target(trained(kind).model, capability, marks=2, **options)
+    return Target(trained(kind).new_model(), capability, marks=2, **options)
 
 
 def test_a_head_that_reads_layers_which_the_model_lacks_is_refused() -> None:

@@ -10,13 +10,14 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.drafting.drafter import DraftTree
-from mlxspec.engine.capability import Capability, joint_mode
+from mlxspec.engine.capability import Capability
 from mlxspec.engine.hidden import HiddenStates
 from mlxspec.engine.joint import Joint
+from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.patches import finite
 from tests.support.architectures import ARCHITECTURES
 from tests.support.examples import LONG
-from tests.support.harness import new_target
+from tests.support.harness import joint_mode, new_target
 
 COMMON = ("llama3", "qwen3_next", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "mamba2")
 WITH_HEADS = ("llama3", "qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "gemma4", "gpt_oss")
@@ -95,7 +96,7 @@ def test_rows_of_a_draft_have_the_states_that_they_have_in_a_row(name: str) -> N
 def test_rows_of_several_sequences_have_the_states_that_they_have_alone(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model, states = hidden_states(name, (0,))
-    joint = Joint(states.model, joint_mode(model))
+    joint = Joint(LoadedModel(states.model), joint_mode(model))
     members = []
     for number in range(3):
         target = new_target(states.model, architecture.capability)

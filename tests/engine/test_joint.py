@@ -20,8 +20,9 @@ from mlxspec.drafting.drafter import DraftTree, NoDraft, VerifiedStep
 from mlxspec.drafting.lookahead import LookaheadDrafter
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine import caches
-from mlxspec.engine.capability import Capability, joint_mode
+from mlxspec.engine.capability import Capability
 from mlxspec.engine.joint import Joint, JointMode
+from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.patches import finite
 from mlxspec.engine.sampling import Chooser, SamplingParams
@@ -29,7 +30,7 @@ from mlxspec.engine.step import Sequence, joint_step
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter
 from tests.support.examples import LONG, examples
-from tests.support.harness import Run, new_target, next_logits, run
+from tests.support.harness import Run, joint_mode, new_target, next_logits, run
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +59,7 @@ def joint_model(name: str) -> tuple[nn.Module, Joint]:
     model = ARCHITECTURES[name].model()
     mode = joint_mode(model)
     assert mode is MODES[name]
-    return model, Joint(model, mode)
+    return model, Joint(LoadedModel(model), mode)
 
 
 class Plan(NamedTuple):
@@ -207,7 +208,7 @@ def test_rows_of_plain_steps_are_a_batch_where_all_layers_stand_in_slots(name: s
     kinds = {type(cache) for cache in new_target(model).cache}
     if kinds != {KVCache} or joint_mode(model) is not JointMode.SPLIT:
         pytest.skip("has other caches, or takes the rows of one sequence")
-    joint, shapes = Joint(model, JointMode.SPLIT), []
+    joint, shapes = Joint(LoadedModel(model), JointMode.SPLIT), []
 
     def watched(tokens: mx.array, cache: list[Any]) -> mx.array:
         shapes.append(tokens.shape)
@@ -266,7 +267,7 @@ def test_slots_take_no_more_than_is_spared_whoever_grows_pauses_and_leaves(
 ) -> None:
     monkeypatch.setattr(caches, "_STEP", 8)
     model, _ = joint_model("llama3")
-    joint = Joint(model, JointMode.SPLIT, spare)
+    joint = Joint(LoadedModel(model), JointMode.SPLIT, spare)
     pairs, seats = [], []
     for number, length in enumerate((5, 6, 9, 24, 40)):
         together, alone = new_target(model), new_target(model)

@@ -23,11 +23,12 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import mlxspec
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine import patches
-from mlxspec.engine.capability import joint_mode
 from mlxspec.engine.joint import Joint, JointMode
+from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.patches import forward_at, install
 from mlxspec.engine.target import Capability, Target
 from tests.support.architectures import ARCHITECTURES
+from tests.support.harness import joint_mode
 from tests.support.random_models import random_model
 
 PROMPT = mx.array([[5, 9, 2, 6, 1]])
@@ -155,10 +156,11 @@ def test_blocks_read_a_state_that_they_get_as_an_argument_called_cache(name: str
     model = ARCHITECTURES[name].model()
     rows = [mx.array([3, 1]), mx.array([4])]
     trees = [DraftTree.chain(3, [1]), DraftTree.chain(4)]
-    targets = [Target(model, Capability.REPLAY) for _ in trees]
+    targets = [Target(LoadedModel(model), Capability.REPLAY) for _ in trees]
     for target in targets:
         target.begin_at(0)
-    logits, _ = Joint(model, JointMode.SPLIT).forward([*zip(targets, rows, trees, strict=True)])
+    joint = Joint(LoadedModel(model), JointMode.SPLIT)
+    logits, _ = joint.forward([*zip(targets, rows, trees, strict=True)])
     expected = [model(own[None], cache=make_prompt_cache(model))[0] for own in rows]
     assert mx.max(mx.abs(logits - mx.concatenate(expected))).item() < 1e-4, (
         f"{name}'s recurrent blocks no longer read their state from an ArraysCache that they get "

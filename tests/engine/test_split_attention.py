@@ -14,14 +14,15 @@ from mlx_lm.models.base import create_causal_mask
 
 from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine import costs, patches
-from mlxspec.engine.capability import examine, finite, joint_mode
+from mlxspec.engine.capability import finite
 from mlxspec.engine.joint import Joint, JointMode
+from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.params import CacheOptions
-from mlxspec.engine.patches import split_attention, split_from
+from mlxspec.engine.patches import split_attention
 from tests.engine.test_architectures import LONG_PROMPT, ODD_TOKEN, TRIED
 from tests.support.architectures import ARCHITECTURES
 from tests.support.drafters import HostileDrafter, PartlyRightDrafter
-from tests.support.harness import assert_same_output, new_target, run
+from tests.support.harness import assert_same_output, examined, joint_mode, new_target, run
 from tests.support.random_models import random_model
 
 MOST_ROWS, MOST_QUERIES = 2, 4
@@ -98,15 +99,15 @@ def test_drafts_with_split_attention_leave_the_output_as_it_is(
     name: str, narrow: list[int]
 ) -> None:
     model = ARCHITECTURES[name].model()
-    capability = examine(model)[0]
+    loaded, capability = LoadedModel(model), examined(model)[0]
     expected = [token for token, _ in generate_step(mx.array(LONG_PROMPT), model, max_tokens=28)]
-    split_attention(model, 0)
+    split_attention(loaded, 0)
     narrow.clear()
     for drafter in (
         PartlyRightDrafter(expected, 64, seed=1),
         HostileDrafter(expected, 64, ODD_TOKEN, seed=4),
     ):
-        outcome = run(model, LONG_PROMPT, drafter, max_tokens=28, capability=capability)
+        outcome = run(loaded, LONG_PROMPT, drafter, max_tokens=28, capability=capability)
         assert_same_output(model, LONG_PROMPT, expected, outcome.tokens)
 
 
@@ -117,15 +118,15 @@ def test_shared_steps_split_the_attention_of_each_sequence(
     name: str, seated: bool, narrow: list[int]
 ) -> None:
     def logits(least_keys: int | None) -> mx.array:
-        model = ARCHITECTURES[name].model()
-        split_attention(model, least_keys)
-        mode = joint_mode(model)
+        loaded = LoadedModel(ARCHITECTURES[name].model())
+        split_attention(loaded, least_keys)
+        mode = joint_mode(loaded.model)
         assert mode is JointMode.SPLIT
-        joint = Joint(model, mode)
+        joint = Joint(loaded, mode)
         capability = ARCHITECTURES[name].capability
         members = []
         for length, tree in ((9, DraftTree.chain(1, range(2, 8))), (30, DraftTree.chain(5))):
-            target = new_target(model, capability)
+            target = new_target(loaded, capability)
             target.prefill(LONG_PROMPT[:length])
             if seated:
                 joint.join(target)
@@ -146,9 +147,9 @@ def test_a_tree_s_rows_see_what_they_saw(narrow: list[int]) -> None:
     tree = DraftTree.from_branches(3, [[5, 6, 7], [8, 9], [5, 1]])
 
     def logits(least_keys: int | None) -> mx.array:
-        model = ARCHITECTURES["llama3"].model()
-        split_attention(model, least_keys)
-        target = new_target(model)
+        loaded = LoadedModel(ARCHITECTURES["llama3"].model())
+        split_attention(loaded, least_keys)
+        target = new_target(loaded)
         target.prefill(LONG_PROMPT)
         narrow.clear()
         return target.forward(mx.array(tree.tokens), tree)
@@ -161,11 +162,11 @@ def test_a_tree_s_rows_see_what_they_saw(narrow: list[int]) -> None:
 
 
 def test_short_contexts_prompts_and_quantised_keys_are_left_whole(narrow: list[int]) -> None:
-    model = random_model("llama", hidden_size=64, head_dim=32, num_attention_heads=2)
-    split_attention(model, 20)
+    loaded = LoadedModel(random_model("llama", hidden_size=64, head_dim=32, num_attention_heads=2))
+    split_attention(loaded, 20)
 
     def rows_of_a_draft(prompt: int, options: CacheOptions | None = None) -> int:
-        target = new_target(model, cache=options)
+        target = new_target(loaded, cache=options)
         target.prefill(LONG_PROMPT[:prompt])
         narrow.clear()
         draft = DraftTree.chain(1, range(2, 10))
@@ -176,9 +177,9 @@ def test_short_contexts_prompts_and_quantised_keys_are_left_whole(narrow: list[i
     assert rows_of_a_draft(30) <= MOST_ROWS
     assert rows_of_a_draft(30, CacheOptions(kv_bits=8, kv_group_size=32, quantized_kv_start=0)) == 0
     narrow.clear()
-    new_target(model).prefill(LONG_PROMPT)
+    new_target(loaded).prefill(LONG_PROMPT)
     assert max(narrow) == len(LONG_PROMPT)
-    split_attention(model, None)
+    split_attention(loaded, None)
     assert rows_of_a_draft(30) == 9
 
 
@@ -188,11 +189,11 @@ def test_short_contexts_prompts_and_quantised_keys_are_left_whole(narrow: list[i
 def test_what_is_faster_is_kept(
     whole: float, split: float, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = random_model("llama")
-    steps = costs.ModelSteps(model, context=8)
+    loaded = LoadedModel(random_model("llama"))
+    steps = costs.ModelSteps(loaded, context=8)
     seconds = {None: itertools.chain([9.0], itertools.repeat(whole)), 0: itertools.repeat(split)}
-    monkeypatch.setattr(steps, "drafted", lambda rows: next(seconds[split_from(model)]))
+    monkeypatch.setattr(steps, "drafted", lambda rows: next(seconds[loaded.split_from]))
     assert steps.splits_attention(end=1e18) is pays
-    assert split_from(model) == (0 if pays else None)
+    assert loaded.split_from == (0 if pays else None)
     assert steps.splits_attention(end=0) is None  # there was no time
-    assert split_from(model) is None
+    assert loaded.split_from is None

@@ -17,13 +17,14 @@ import mlxspec
 from mlxspec.drafting.costs import StepTimes
 from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
 from mlxspec.drafting.sources import PromptLookupDrafter
-from mlxspec.engine.capability import Capability, joint_mode
+from mlxspec.engine.capability import Capability
 from mlxspec.engine.joint import Joint
+from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.sampling import Chooser, SamplingParams
 from mlxspec.engine.step import Sequence, joint_step
 from mlxspec.engine.target import Target
 from tests.support.drafters import HostileDrafter, Oracle
-from tests.support.harness import decode, new_target, plain, run
+from tests.support.harness import decode, joint_mode, new_target, plain, run
 
 BOS = 1
 PROMPT = [BOS, 300, 301, 302]
@@ -422,7 +423,7 @@ def test_a_fault_in_any_phase_is_one_sequences_alone(model: nn.Module, phase: st
     ]
     for sequence in (broken, *others):
         sequence.begin()
-    joint, running = Joint(model, joint_mode(model)), [others[0], broken, others[1]]
+    joint, running = Joint(LoadedModel(model), joint_mode(model)), [others[0], broken, others[1]]
     tokens: dict[Sequence, list[int]] = {sequence: [] for sequence in running}
     while running:
         for sequence, outcome in zip(running.copy(), joint_step(running, joint), strict=True):

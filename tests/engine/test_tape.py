@@ -9,6 +9,7 @@ from mlxspec.drafting.drafter import DraftTree
 from mlxspec.engine.caches import parts
 from mlxspec.engine.capability import Capability, examine_joint
 from mlxspec.engine.joint import Joint, JointMode
+from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.target import Target
 from tests.support.architectures import ARCHITECTURES
 from tests.support.examples import LONG
@@ -86,10 +87,10 @@ def test_a_forward_can_be_undone_after_its_states_were_computed_again(name: str)
 @pytest.mark.parametrize("name", TRIED)
 def test_sequences_that_share_a_step_keep_different_numbers_of_rows(name: str) -> None:
     model = ARCHITECTURES[name].model()
-    mode, _ = examine_joint(model, Capability.REPLAY)
+    mode, _ = examine_joint(LoadedModel(model), Capability.REPLAY)
     if mode is JointMode.ALONE:
         pytest.skip("a forward takes the rows of one sequence")
-    joint = Joint(model, mode)
+    joint = Joint(LoadedModel(model), mode)
     prompts = [PROMPT, [2, 7], [5, 5, 1, 8, 4], [6, 1]]
     drafts, kept = [DRAFT, DRAFT[:3], DRAFT[::-1], [9]], [2, 1, 5, 1]
     targets = [prefilled(name, prompt) for prompt in prompts]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx_lm
 import pytest
 
@@ -19,6 +18,7 @@ from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.drafting.acceptance import Corrections
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.costs import KeptCosts
+from mlxspec.engine.loaded_model import LoadedModel
 from tests.support.demo import FLAT, LINEAR, demo_decoder, given_costs, stand_in_decoder
 from tests.support.examples import examples
 
@@ -172,13 +172,13 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
     directory = Path(mlxspec.__file__).parent / "demo_model"
     model, tokenizer = mlx_lm.load(str(directory))
     model.set_dtype(mx.float32)
-    measured: list[nn.Module] = []
+    measured: list[LoadedModel] = []
 
-    def costs_for(model: nn.Module) -> KeptCosts:
-        measured.append(model)
+    def costs_for(loaded: LoadedModel) -> KeptCosts:
+        measured.append(loaded)
         return given_costs(FLAT)
 
-    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", costs_for)
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", costs_for)
     count = examples(12, long=24)
     expected = [r.token for r in mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=count)]
     for _ in range(2):
@@ -197,6 +197,6 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_model_that_cannot_verify_drafts_is_decoded_plainly() -> None:
     decoder = decoder_with(FLAT)
-    decoder.chain_capability = Capability.PLAIN
+    decoder.loaded.chain_capability = Capability.PLAIN
     *_, last = decoder.stream(PROMPT, 30)
     assert (last.stats.steps, last.stats.drafted) == (30, 0)

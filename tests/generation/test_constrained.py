@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -63,9 +64,8 @@ def small() -> mlxspec.Decoder:
 
 def small_decoder(kind: type[AnyDecoder], **options: object) -> AnyDecoder:
     """A new decoder of this kind."""
-    decoder = kind(small().model, small().tokenizer, **options)  # type: ignore[arg-type]
-    decoder.capability, decoder.chain_capability = small().capability, small().chain_capability
-    return decoder
+    _ = small().loaded.capability, small().loaded.chain_capability
+    return kind(copy.copy(small().loaded), small().tokenizer, **options)  # type: ignore[arg-type]
 
 
 def decoders(make: Any) -> dict[str, tuple[mlxspec.Decoder, dict[str, Any]]]:
@@ -113,8 +113,9 @@ def text_of(responses: Sequence[GenerationResponse]) -> str:
 def by_brute_force(decoder: mlxspec.Decoder, prompt: str, constraint: Constraint) -> list[int]:
     """mlx-lm's model, llguidance's masks and argmax, a token at a time."""
     model, tokenizer = decoder.model, decoder.tokenizer
-    definition = tried(constraint, {"size": decoder.vocab_size, "ends": [2], "special": {}})
-    matcher = llguidance.LLMatcher(Vocabulary.of(tokenizer, decoder.vocab_size).tokens, definition)
+    definition = tried(constraint, {"size": decoder.loaded.vocab_size, "ends": [2], "special": {}})
+    vocabulary = Vocabulary.of(tokenizer, decoder.loaded.vocab_size)
+    matcher = llguidance.LLMatcher(vocabulary.tokens, definition)
     cache = make_prompt_cache(model)
     rows, output = mx.array(tokenizer.encode(prompt)), []
     while len(output) < TOKENS:
@@ -176,7 +177,7 @@ def test_drafts_of_ids_that_the_model_lacks_change_nothing(temp: float) -> None:
     constraint = Constraint.json_schema(PERSON)
     options: dict[str, Any] = {"constraint": constraint, "temp": temp, "seed": 6}
     expected = plainly(demo_decoder(mlxspec.Decoder), PROMPTS[0], max_tokens=60, **options)
-    truth, size = [response.token for response in expected], demo().vocab_size
+    truth, size = [response.token for response in expected], demo().loaded.vocab_size
 
     def hostile(seed: int) -> HostileDrafter:
         return HostileDrafter(truth, size, 2, seed)
@@ -199,7 +200,9 @@ def test_a_prediction_with_a_token_that_the_model_lacks_changes_nothing(together
     auto = decoders(demo_decoder)["auto"][0]
     constraint = Constraint.regex("[a-z ]{60,90}")
     expected = plainly(demo_decoder(mlxspec.Decoder), PROMPTS[2], constraint=constraint)
-    prediction = [t for one in expected for t in (one.token, demo().vocab_size + 3, one.token)]
+    prediction = [
+        t for one in expected for t in (one.token, demo().loaded.vocab_size + 3, one.token)
+    ]
     engine = Engine(auto)
     outputs: list[list[GenerationResponse]] = [[] for _ in range(1 + together)]
     for responses in outputs:
@@ -244,7 +247,7 @@ def test_joint_steps_change_nothing() -> None:
 @pytest.mark.parametrize("capability", [Capability.PLAIN, Capability.CHAIN])
 def test_models_that_verify_less_follow_constraints_too(capability: Capability) -> None:
     decoder = decoders(demo_decoder)["auto"][0]
-    decoder.capability = decoder.chain_capability = capability
+    decoder.loaded.capability = decoder.loaded.chain_capability = capability
     constraint = Constraint.json_schema(PERSON)
     expected = plainly(
         demo_decoder(mlxspec.Decoder), PROMPTS[0], constraint=constraint, max_tokens=60
@@ -300,7 +303,7 @@ def test_penalties_processors_and_log_probabilities_hold_under_constraints() -> 
 @pytest.mark.slow
 def test_a_bias_cannot_forbid_all_that_a_constraint_allows() -> None:
     decoder = demo_decoder(mlxspec.Decoder)
-    everything = dict.fromkeys(range(decoder.vocab_size), -math.inf)
+    everything = dict.fromkeys(range(decoder.loaded.vocab_size), -math.inf)
     found = plainly(decoder, "Say:", constraint=Constraint.choice(["one"]), logit_bias=everything)
     assert text_of(found) == "one"
 

@@ -93,7 +93,7 @@ def test_each_generation_writes_what_it_writes_alone() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_of_every_mode_can_be_scheduled(kind: str) -> None:
     decoder = small_decoder(kind)
-    assert decoder.joint_mode is KINDS[kind]
+    assert decoder.loaded.joint_mode is KINDS[kind]
     prompts = [[7, 3, 9, 3], [5], [(7 * i) % 64 for i in range(40)]]
     expected = [alone(decoder, prompt, 12) for prompt in prompts]
     engine = Engine(decoder)
@@ -450,7 +450,7 @@ def test_a_paused_generation_waits_and_the_others_go_on() -> None:
 @pytest.mark.parametrize("mode", [JointMode.SPLIT, JointMode.BLOCK])
 def test_sequences_with_quantised_caches_run_beside_others(mode: JointMode) -> None:
     decoder = mlxspec.PromptLookupDecoder(random_model("llama", head_dim=32), endless_tokenizer())
-    decoder.joint_mode = mode
+    decoder.loaded.joint_mode = mode
     memory: list[dict[str, Any]] = [
         {},
         {"kv_bits": 8, "quantized_kv_start": 0},

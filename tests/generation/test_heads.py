@@ -103,7 +103,7 @@ def prompts(count: int, length: int = 12) -> list[list[int]]:
 
 
 def decoder_of(trained: TrainedHead) -> mlxspec.Decoder:
-    decoder = mlxspec.Decoder(trained.model, endless_tokenizer(), Auto())
+    decoder = mlxspec.Decoder(trained.new_model(), endless_tokenizer(), Auto())
     decoder.costs = given_costs(FLAT)
     return decoder
 
@@ -299,7 +299,7 @@ def test_a_head_beside(also: str) -> None:
         expected = [r.token for r in plain.stream("Name a colour:", TOKENS, **options)]
         prompt = plain.tokenizer.encode("Name a colour:")
         trained.contexts, trained.drafted = [prompt + expected], 0
-        decoder = mlxspec.Decoder(trained.model, plain.tokenizer, drafting(expected))
+        decoder = mlxspec.Decoder(trained.new_model(), plain.tokenizer, drafting(expected))
         decoder.costs = given_costs(FLAT)
         for _ in range(2):
             responses = list(decoder.stream(prompt, TOKENS, **options))

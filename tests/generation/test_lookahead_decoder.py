@@ -63,7 +63,7 @@ def test_the_default_runs_the_reference_s_window_and_measures_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "mlxspec.generation.loaded.costs_for", lambda *_, **__: pytest.fail("measured")
+        "mlxspec.generation.decoder.costs_for", lambda *_, **__: pytest.fail("measured")
     )
     *_, default = make().stream(FREE, 30)
     *_, given = make().stream(FREE, 30, W=7, N=5, G=7)
@@ -74,7 +74,7 @@ def test_the_default_runs_the_reference_s_window_and_measures_nothing(
 
 def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(monkeypatch) -> None:
     decoder = make()
-    decoder.chain_capability = Capability.PLAIN
+    decoder.loaded.chain_capability = Capability.PLAIN
     *_, last = decoder.stream(PROMPT, 20)
     assert (last.stats.steps, last.stats.drafted) == (20, 0)
 

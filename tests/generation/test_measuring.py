@@ -31,7 +31,7 @@ def unmeasured(loaded: tuple, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     def measure(*_: object, **__: object) -> None:
         raise Measured
 
-    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", measure)
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", measure)
     return mlxspec.AutoDecoder(*loaded)
 
 
@@ -44,7 +44,7 @@ def test_a_first_generation_measures(unmeasured: Decoder) -> None:
 def test_for_a_model_that_cannot_verify_drafts_nothing_is_measured(
     unmeasured: Decoder,
 ) -> None:
-    unmeasured.chain_capability = Capability.PLAIN
+    unmeasured.loaded.chain_capability = Capability.PLAIN
     *_, last = unmeasured.stream("The river", 5)
     assert (last.stats.steps, last.stats.drafted) == (5, 0)
 
@@ -82,7 +82,7 @@ def test_a_draft_model_s_generation_is_refused_before_anything_is_measured(
     loaded: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mlxspec.generation.loaded.costs_for", lambda *_, **__: pytest.fail("measured")
+        "mlxspec.generation.decoder.costs_for", lambda *_, **__: pytest.fail("measured")
     )
     with pytest.raises(MlxspecError, match="temp is -1"):
         stream_generate(*loaded, "The river", 5, draft_model=loaded[0], temp=-1)

@@ -160,7 +160,7 @@ def _scheduled(decoder: mlxspec.AutoDecoder, prompt: Any, options: Mapping[str, 
 def test_messages_are_taken_wherever_a_prompt_is(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = stand_in_decoder(mlxspec.AutoDecoder)
     decoder.costs = given_costs(FLAT)
-    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", lambda *_, **__: decoder.costs)
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: decoder.costs)
     model, tokenizer = stand_in().model, stand_in().tokenizer
     lookup = stand_in_decoder(mlxspec.PromptLookupDecoder)
     messages = [{"role": "system", "content": "Repeat what I say."}, HELLO]

@@ -76,7 +76,7 @@ def astream():
 def trying():
     begun.set()
     new = mlxspec.PromptLookupDecoder(decoder.model, decoder.tokenizer)
-    new.capability, new.joint_mode
+    new.loaded.capability, new.loaded.joint_mode
     list(new.stream(prompt, 2))
 
 def endless():

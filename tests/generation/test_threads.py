@@ -75,7 +75,7 @@ def test_threads_that_come_first_measure_the_costs_once(
         measured.append(costs)
         return costs
 
-    monkeypatch.setattr("mlxspec.generation.loaded.costs_for", measure)
+    monkeypatch.setattr("mlxspec.generation.decoder.costs_for", measure)
     found = at_once(*[lambda: decoder.costs] * 4)
     assert len(measured) == 1
     assert found == [costs] * 4

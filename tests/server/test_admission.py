@@ -16,6 +16,7 @@ import pytest
 import mlxspec
 from mlxspec.drafting.learned import cache_directory
 from mlxspec.engine.heads import TrainedHead
+from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.params import CacheOptions
 from mlxspec.server import served_model
 from mlxspec.server.served_model import CacheMemory
@@ -45,7 +46,7 @@ def random_tokens(n: int) -> list[int]:
     return random.Random(n).choices(range(3, 63), k=n)
 
 
-def taken(model: nn.Module, n: int, **options: Any) -> int:
+def taken(model: nn.Module | LoadedModel, n: int, **options: Any) -> int:
     """The bytes that a conversation's second turn leaves in its session."""
     decoder, session = mlxspec.PromptLookupDecoder(model, endless_tokenizer()), mlxspec.Session()
     prompt = random_tokens(n)
@@ -65,7 +66,7 @@ def wide(name: str) -> nn.Module:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_estimate_is_what_caches_take(name: str) -> None:
     model = ARCHITECTURES[name].model()
-    memory = CacheMemory(model)
+    memory = CacheMemory(LoadedModel(model))
     slack = memory.bytes_for(0)  # what caches grow by at once, and all states
     for n in (20, 300, 1500):
         real = taken(model, n)
@@ -86,9 +87,12 @@ def test_the_caches_of_a_head_are_a_part_of_the_estimate(
     model = wide("qwen3")
     trained = TrainedHead(make_head(model)[1], model)
     caches = {"kv_group_size": 32, "prefill_step_size": 64, **options}
-    with_head, alone = (CacheMemory(one, CacheOptions(**caches)) for one in (trained.model, model))
+    with_head, alone = (
+        CacheMemory(one, CacheOptions(**caches))
+        for one in (trained.new_model(), LoadedModel(model))
+    )
     for n in (100, 1500):
-        real = taken(trained.model, n, **caches)
+        real = taken(trained.new_model(), n, **caches)
         assert real <= with_head.bytes_for(n + 8)
     growth = [memory.bytes_for(9000) - memory.bytes_for(8000) for memory in (with_head, alone)]
     layers, own = len(trained.head.make_cache()), 2 * 2 * 8 * 4  # 2 heads of 8 in float32
@@ -106,7 +110,9 @@ def test_the_caches_of_a_head_are_a_part_of_the_estimate(
 )
 def test_options_that_save_memory_are_taken_into_account(options: dict[str, int]) -> None:
     model = wide("qwen3")
-    memory, plain = CacheMemory(model, CacheOptions(**options)), CacheMemory(model)
+    memory, plain = (
+        CacheMemory(LoadedModel(model), one) for one in (CacheOptions(**options), CacheOptions())
+    )
     for n in (100, 1500):
         real = taken(model, n, **options)
         assert real <= memory.bytes_for(n + 8)
@@ -128,7 +134,7 @@ def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
         before, real = mx.get_active_memory(), taken(model, 130, prefill_step_size=64)
         found.append(mx.get_peak_memory() - before - real)
         shutil.rmtree(cache_directory() / "forward_memory", ignore_errors=True)
-        estimates.append(CacheMemory(model).forward_bytes(130, rows=64))
+        estimates.append(CacheMemory(LoadedModel(model)).forward_bytes(130, rows=64))
     assert 0.1 * median(estimates) < median(found) < 1.05 * median(estimates)
 
 
@@ -137,8 +143,8 @@ def test_what_a_forward_takes_is_found_out_once(monkeypatch: pytest.MonkeyPatch)
     shutil.rmtree(cache_directory() / "forward_memory", ignore_errors=True)
     monkeypatch.setattr(served_model, "forward_memory", lambda *_: bytes_found.pop(0))
     for _ in range(2):  # as after a restart
-        assert CacheMemory(model).forward_bytes(100, rows=2) == 2 * (1000 + 250)
-    window = CacheMemory(model, CacheOptions(max_kv_size=64))
+        assert CacheMemory(LoadedModel(model)).forward_bytes(100, rows=2) == 2 * (1000 + 250)
+    window = CacheMemory(LoadedModel(model), CacheOptions(max_kv_size=64))
     assert window.forward_bytes(100, rows=2) == 6
     assert not bytes_found
     shutil.rmtree(cache_directory() / "forward_memory")

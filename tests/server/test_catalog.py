@@ -91,7 +91,7 @@ class Shelf:
 def _served(name: str, model: nn.Module) -> ServedModel:
     decoder = mlxspec.AutoDecoder(model, stand_in().tokenizer, memory_tokens=0)
     for known in ("capability", "chain_capability", "joint_mode"):
-        setattr(decoder, known, getattr(stand_in(), known))
+        setattr(decoder.loaded, known, getattr(stand_in().loaded, known))
     decoder.costs = given_costs(FLAT)
     return ServedModel(name, decoder)
 

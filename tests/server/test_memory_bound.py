@@ -16,6 +16,7 @@ import pytest
 import mlxspec
 from mlxspec.engine.draft_model import DraftModelDrafter
 from mlxspec.engine.heads import TrainedHead
+from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.params import CacheOptions
 from mlxspec.generation.drafting import Auto
 from mlxspec.generation.request import State
@@ -40,7 +41,7 @@ def wide_decoder() -> mlxspec.AutoDecoder:
     model = repetitive_llama(num_hidden_layers=6, **sizes)
     decoder = mlxspec.AutoDecoder(model, demo().tokenizer, memory_tokens=0)
     for known in ("capability", "chain_capability", "joint_mode"):
-        setattr(decoder, known, getattr(stand_in(), known))
+        setattr(decoder.loaded, known, getattr(stand_in().loaded, known))
     decoder.costs = given_costs(FLAT)
     return decoder
 
@@ -237,7 +238,10 @@ def test_rows_that_wait_for_a_head_count() -> None:
     model = ARCHITECTURES["qwen3"].model()
     trained = TrainedHead(heads.eagle3(model)[1], model)
     options = CacheOptions(prefill_step_size=64)
-    with_head, alone = CacheMemory(trained.model, options), CacheMemory(model, options)
+    with_head, alone = (
+        CacheMemory(trained.new_model(), options),
+        CacheMemory(LoadedModel(model), options),
+    )
     cache = trained.new_cache(0)
     for start in range(0, 640, 32):  # steps of 32 rows, of which each keeps one
         trained.model(mx.array([[0] * 32]))
@@ -253,11 +257,13 @@ def test_rows_that_wait_for_a_head_count() -> None:
 def test_a_draft_model_counts_with_its_caches() -> None:
     model, small = ARCHITECTURES["qwen3"].model(), ARCHITECTURES["llama3"].model()
     drafts = Auto(extra=partial(DraftModelDrafter, small, 2)).draft_model
-    assert drafts is small
+    assert drafts
+    assert drafts.model is small
+    loaded = LoadedModel(model)
     both, alone, draft = (
-        CacheMemory(model, draft_model=drafts),
-        CacheMemory(model),
-        CacheMemory(small),
+        CacheMemory(loaded, draft_model=drafts),
+        CacheMemory(loaded),
+        CacheMemory(LoadedModel(small)),
     )
     assert both.weights == alone.weights + draft.weights
     assert both.needs(500).caches == alone.needs(500).caches + draft.needs(500).caches

@@ -94,7 +94,7 @@ class Requests:
         self, kind: str | mlxspec.Decoder = "plain", max_bytes: int = ENOUGH, **options: Any
     ) -> None:
         self.decoder = decoder_of(kind) if isinstance(kind, str) else kind
-        caches, chunks_matter = CacheOptions(**options), self.decoder.chunks_matter
+        caches, chunks_matter = CacheOptions(**options), self.decoder.loaded.chunks_matter
         self.cache = PrefixCache(self.decoder.model, max_bytes, caches, chunks_matter)
         self.engine = Engine(self.decoder)
         self.options = options

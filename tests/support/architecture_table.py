@@ -5,6 +5,8 @@ python -m tests.support.architecture_table > docs/architectures.md
 
 from __future__ import annotations
 
+from tests.support.harness import examined
+
 import mlxspec  # isort: skip  # noqa: F401  (before mlx.core)
 
 import mlx.nn as nn
@@ -12,7 +14,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import MODEL_REMAPPING
 
 from mlxspec.engine.caches import parts
-from mlxspec.engine.capability import Capability, examine, examine_joint
+from mlxspec.engine.capability import Capability, examine_joint
+from mlxspec.engine.loaded_model import LoadedModel
 from tests.support.architectures import ARCHITECTURES, Architecture
 from tests.support.rarer_architectures import NOT_TRIED
 
@@ -44,7 +47,7 @@ and the server shares no part of them. This applies to models that verify no dra
 def page() -> str:
     """The page as Markdown."""
     rows = [
-        row(architecture, *examine(model), model)
+        row(architecture, *examined(model), model)
         for architecture in ARCHITECTURES.values()
         for model in (architecture.model(),)
     ]
@@ -79,7 +82,7 @@ def row(
     )
     if model is None:
         return line
-    joint, _ = examine_joint(model, capability)
+    joint, _ = examine_joint(LoadedModel(model), capability)
     chunked = "mlx-lm's" if capability is Capability.PLAIN else "any"
     return f"{line} {joint.value} | {chunked} |"
 

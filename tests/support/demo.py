@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -59,14 +60,13 @@ def endless_tokenizer() -> TokenizerWrapper:
 
 def _decoder_like(other: Decoder, kind: type[AnyDecoder], **options: object) -> AnyDecoder:
     """Without the 200 rows that it takes to find the capabilities."""
-    decoder = kind(other.model, other.tokenizer, **options)
-    decoder.capability, decoder.chain_capability = other.capability, other.chain_capability
-    return decoder
+    _ = other.loaded.capability, other.loaded.chain_capability
+    return kind(copy.copy(other.loaded), other.tokenizer, **options)
 
 
 def keep_costs() -> None:
     """Measure what steps of the bundled model cost, or processes that load it would do so."""
-    costs_for(demo().model)
+    costs_for(demo().loaded)
 
 
 class GivenCosts(KeptCosts):

@@ -44,7 +44,8 @@ def stand_in_with_costs(curve: dict[int, float] = CHAINS) -> tuple[nn.Module, An
 def _with_costs(decoder: Decoder, curve: dict[int, float]) -> tuple[nn.Module, Any]:
     model = copy.copy(decoder.model)  # since a model's decoder is kept, with what it remembers
     own = give_costs(model, decoder.tokenizer, curve)
-    own.capability, own.chain_capability = decoder.capability, decoder.chain_capability
+    for known in ("capability", "chain_capability"):
+        setattr(own.loaded, known, getattr(decoder.loaded, known))
     return model, decoder.tokenizer
 
 

@@ -12,10 +12,12 @@ import mlx.nn as nn
 from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
 from mlxspec.engine import step as engine
-from mlxspec.engine.capability import Capability
+from mlxspec.engine.capability import Capability, chain_capability, examine, examine_joint
+from mlxspec.engine.joint import JointMode
+from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.sampling import Chooser, SamplingParams
-from mlxspec.engine.target import Progress, Target, target_for, vocabulary_size
+from mlxspec.engine.target import Progress, Target, target_for
 
 NEAR_TIES: list[float] = []
 """Margins of the near ties that the comparisons have met; printed at the end of the tests."""
@@ -37,11 +39,25 @@ class Run:
     """(tokens, vocabulary)"""
 
 
+def examined(model: nn.Module) -> tuple[Capability, str]:
+    """What :func:`examine` finds by trial steps of the model itself."""
+    loaded = LoadedModel(model)
+    return examine(loaded, chain_capability(loaded))
+
+
+def joint_mode(model: nn.Module) -> JointMode:
+    """What :func:`examine_joint` finds by trial steps of the model itself."""
+    loaded = LoadedModel(model)
+    return examine_joint(loaded, chain_capability(loaded))[0]
+
+
 def new_target(
-    model: nn.Module, capability: Capability = Capability.TREE, cache: CacheOptions | None = None
+    model: nn.Module | LoadedModel,
+    capability: Capability = Capability.TREE,
+    cache: CacheOptions | None = None,
 ) -> Target:
     """The model with an empty cache."""
-    return target_for(model, capability, cache)
+    return target_for(LoadedModel.of(model), capability, cache)
 
 
 def next_logits(target: Target, token: int) -> mx.array:
@@ -72,7 +88,7 @@ def decode(
 
 
 def run(
-    model: nn.Module,
+    model: nn.Module | LoadedModel,
     prompt: Sequence[int],
     drafter: Drafter,
     *,
@@ -84,7 +100,7 @@ def run(
     keeps_logprobs: bool = True,
 ) -> Run:
     target = new_target(model, capability, cache)
-    outcome = Run([], 0, 0, 0, 0, target, mx.zeros((0, vocabulary_size(model))))
+    outcome = Run([], 0, 0, 0, 0, target, mx.zeros((0, target.loaded.vocab_size)))
     logprobs = []
     for step in decode(
         target,

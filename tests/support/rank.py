@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.llama import Model, ModelArgs
 
 from mlxspec.distributed import ranks as distributed
@@ -24,6 +23,7 @@ from mlxspec.drafting.drafter import Drafter, NoDraft
 from mlxspec.drafting.lookahead import LookaheadDrafter
 from mlxspec.drafting.sources import PromptLookupDrafter
 from mlxspec.engine.capability import chain_capability
+from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.errors import LoadError
 from mlxspec.generation.decoder import Decoder
 from tests.support.architectures import ARCHITECTURES
@@ -89,21 +89,21 @@ def main() -> None:
 
 def hybrid(rank_0: distributed.Leader, name: str) -> dict[str, object]:
     """Output of a model that has no directory to be loaded from."""
-    model, _ = rank_0.load(name)
-    capability = chain_capability(model)
+    loaded, _ = rank_0.load(name)
+    capability = chain_capability(loaded)
     drafter = PartlyRightDrafter(json.loads(sys.argv[2])[name], 64, seed=1)
-    outcome = run(model, ARCHITECTURE_PROMPT, drafter, max_tokens=12, capability=capability)
+    outcome = run(loaded, ARCHITECTURE_PROMPT, drafter, max_tokens=12, capability=capability)
     return {"tier": capability.value, "tokens": outcome.tokens, "accepted": outcome.accepted}
 
 
-def load_shard(name: str, ranks: mx.distributed.Group) -> tuple[nn.Module, Any]:
+def load_shard(name: str, ranks: mx.distributed.Group) -> tuple[LoadedModel, Any]:
     """Also loads the hybrid models."""
     if name not in HYBRIDS:
         return _load_shard(name, ranks)
-    model = HYBRIDS[name].model()
-    distributed.split(model, ranks, name)
-    mx.eval(model.parameters())
-    return model, None
+    loaded = LoadedModel(HYBRIDS[name].model())
+    distributed.split(loaded, ranks, name)
+    mx.eval(loaded.model.parameters())
+    return loaded, None
 
 
 def unsplittable() -> str:
@@ -121,7 +121,7 @@ def unsplittable() -> str:
         )
     )
     try:
-        distributed.split(model, mx.distributed.init(), "three")
+        distributed.split(LoadedModel(model), mx.distributed.init(), "three")
     except LoadError as error:
         return str(error)
     return "split"

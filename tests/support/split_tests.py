@@ -11,11 +11,11 @@ import sys
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 
 from mlxspec.distributed import ranks
 from mlxspec.distributed.launch import silence_followers
+from mlxspec.engine.loaded_model import LoadedModel
 from tests.support import demo
 from tests.support.llamas import repetitive_llama
 
@@ -29,11 +29,12 @@ def main() -> None:
         sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
 
 
-def load_shard(name: str, group: mx.distributed.Group) -> tuple[nn.Module, Any]:
+def load_shard(name: str, group: mx.distributed.Group) -> tuple[LoadedModel, Any]:
     model = repetitive_llama(num_attention_heads=6, num_key_value_heads=6, intermediate_size=96)
-    ranks.split(model, group, name)
+    loaded = LoadedModel(model)
+    ranks.split(loaded, group, name)
     mx.eval(model.parameters())
-    return model, None
+    return loaded, None
 
 
 if __name__ == "__main__":

@@ -261,6 +261,7 @@ class GenerationSettings:
         from ...corpus.answer_index import AnswerIndex
         from ...drafting.drafter import load_drafter
         from ...engine.draft_model import DraftModelDrafter, check_vocabularies
+        from ...engine.loaded_model import LoadedModel
         from ...generation.drafting import Auto
         from ...models.heads.loading import load_with_head
         from ...models.model import load
@@ -277,7 +278,7 @@ class GenerationSettings:
         if drafting.drafter is not None:
             extra = load_drafter(drafting.drafter)
         if drafting.draft_model is not None:
-            draft_model, _ = load(drafting.draft_model)
+            draft_model = LoadedModel(load(drafting.draft_model)[0])
             extra = partial(DraftModelDrafter, draft_model, drafting.num_draft_tokens)
         with waiting_bar("Loading", console) if console else nullcontext():
             if leader:
@@ -296,7 +297,7 @@ class GenerationSettings:
         decoder = mlxspec.Decoder(model, tokenizer, drafts_from)
         decoder.keeps_experience = memories.keeps
         if draft_model is not None:
-            check_vocabularies(draft_model, decoder.vocab_size, len(decoder.tokenizer))
+            check_vocabularies(draft_model, decoder.loaded.vocab_size, len(decoder.tokenizer))
         return decoder
 
     def request(

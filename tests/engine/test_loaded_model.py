@@ -14,14 +14,15 @@ from mlx_lm.models import llama
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlxspec
-from mlxspec.engine import capability, probes
+from mlxspec.engine import loaded_model
 from mlxspec.engine.capability import Capability, chain_capability, examine, examine_joint
 from mlxspec.engine.hidden import HiddenStates
 from mlxspec.engine.joint import JointMode
+from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.miniature import miniature
-from mlxspec.engine.probes import Probes
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import demo
+from tests.support.harness import examined
 from tests.support.random_models import random_model
 
 
@@ -35,14 +36,14 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     """The models that are examined from now on."""
-    examined: list[nn.Module] = []
+    models: list[nn.Module] = []
 
-    def examine_one(model: nn.Module) -> tuple[Capability, str]:
-        examined.append(model)
-        return examine(model)
+    def examine_one(loaded: LoadedModel, chains: Capability) -> tuple[Capability, str]:
+        models.append(loaded.model)
+        return examine(loaded, chains)
 
-    monkeypatch.setattr(probes, "examine", examine_one)
-    return examined
+    monkeypatch.setattr(loaded_model, "examine", examine_one)
+    return models
 
 
 # --- miniatures ---
@@ -126,7 +127,7 @@ def test_rows_that_disturb_each_other_do_so_in_a_miniature(monkeypatch: pytest.M
     monkeypatch.setattr(llama, "create_attention_mask", lambda *_, **__: None)  # rows see all
     small = miniature(big())
     assert small is not None
-    assert chain_capability(small) is Capability.PLAIN
+    assert chain_capability(LoadedModel(small)) is Capability.PLAIN
 
 
 @pytest.mark.slow
@@ -151,19 +152,22 @@ def test_a_real_model_has_a_miniature_that_verifies_what_it_does() -> None:
 def assert_same_findings(model: nn.Module) -> None:
     small = miniature(model)
     assert small is not None
-    found = examine(model)
-    assert examine(small) == found
-    assert examine_joint(small, found[0]) == examine_joint(model, found[0])
+    found = examined(model)
+    assert examined(small) == found
+    joint = examine_joint(LoadedModel(model), found[0])
+    assert examine_joint(LoadedModel(small), found[0]) == joint
 
 
 # --- keeping ---
 
 
 def test_what_is_kept_is_what_was_found(kept: Path, trials: list[nn.Module]) -> None:
-    first, again = (Probes(random_model("llama")) for _ in range(2))
-    assert first.drafts == examine(random_model("llama"))
-    assert first.joint == (JointMode.SPLIT, capability.examine_joint(big(), first.chains)[1])
-    assert (again.chains, again.drafts, again.joint) == (first.chains, first.drafts, first.joint)
+    first, again = (LoadedModel(random_model("llama")) for _ in range(2))
+    assert first.drafts == examined(random_model("llama"))
+    chains = first.chain_capability
+    assert first.joint == (JointMode.SPLIT, examine_joint(LoadedModel(big()), chains)[1])
+    assert again.chain_capability is chains
+    assert (again.drafts, again.joint) == (first.drafts, first.joint)
     assert len(trials) == 1
     assert len([*kept.iterdir()]) == 1
 
@@ -189,7 +193,7 @@ def test_another_configuration_quantisation_or_type_is_tried_anew(
     other: Callable[[], nn.Module], trials: list[nn.Module]
 ) -> None:
     for make in (sized(), other, sized(), other):
-        assert Probes(make()).drafts[0] is Capability.TREE
+        assert LoadedModel(make()).drafts[0] is Capability.TREE
     assert len(trials) == 2
 
 
@@ -197,14 +201,14 @@ def test_another_configuration_quantisation_or_type_is_tried_anew(
 def test_another_version_of_mlx_or_mlx_lm_is_tried_anew(
     package: str, trials: list[nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _ = Probes(random_model("llama")).drafts
+    _ = LoadedModel(random_model("llama")).drafts
 
     def changed(name: str) -> str:
         return "9.9" if name == package else version(name)
 
-    monkeypatch.setattr(probes, "version", changed)
+    monkeypatch.setattr(loaded_model, "version", changed)
     monkeypatch.setattr("mlxspec.engine.costs.version", changed)
-    _ = Probes(random_model("llama")).drafts
+    _ = LoadedModel(random_model("llama")).drafts
     assert len(trials) == 2
 
 
@@ -212,11 +216,11 @@ def test_another_version_of_mlx_or_mlx_lm_is_tried_anew(
 def test_a_damaged_file_is_ignored_and_replaced(
     content: bytes, kept: Path, trials: list[nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = Probes(random_model("llama")).drafts
+    expected = LoadedModel(random_model("llama")).drafts
     (path,) = kept.iterdir()
     path.write_bytes(content)
     for _ in range(2):
-        assert Probes(random_model("llama")).drafts == expected
+        assert LoadedModel(random_model("llama")).drafts == expected
     assert len(trials) == 2
     assert caplog.text.count("ignoring the findings about a model") == 1
 
@@ -226,14 +230,14 @@ def test_where_nothing_can_be_written_the_findings_are_the_same(
 ) -> None:
     kept.write_text("in the way")
     for _ in range(2):
-        assert Probes(random_model("llama")).drafts[0] is Capability.TREE
+        assert LoadedModel(random_model("llama")).drafts[0] is Capability.TREE
     assert caplog.text.count("cannot be kept") == 1
 
 
 def test_the_oldest_files_go(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlxspec.drafting.learned._MOST_FILES", 2)
     for theta in (1e3, 2e3, 3e3):
-        _ = Probes(random_model("llama", rope_theta=theta)).chains
+        _ = LoadedModel(random_model("llama", rope_theta=theta)).chain_capability
     assert len([*kept.iterdir()]) == 2
 
 
@@ -246,7 +250,7 @@ def test_findings_about_layers_of_the_user_s_are_not_kept(
     for _ in range(2):
         model = random_model("llama")
         model.layers[0].mlp.__class__ = Own
-        assert Probes(model).drafts[0] is Capability.TREE
+        assert LoadedModel(model).drafts[0] is Capability.TREE
     assert len(trials) == 2
     assert not kept.exists()
 
@@ -255,11 +259,22 @@ def test_anew_the_model_itself_is_tried_and_what_was_kept_is_replaced(
     trials: list[nn.Module],
 ) -> None:
     model = random_model("llama")
-    kept, anew = Probes(model), Probes(random_model("llama"), anew=True)
-    assert (kept.drafts, kept.tried_on) == (anew.drafts, "a miniature")
+    kept, anew = LoadedModel(model), LoadedModel(random_model("llama"), anew=True)
+    assert (kept.drafts, kept.findings.tried_on) == (anew.drafts, "a miniature")
     assert trials[0] is not model
-    assert trials[1] is anew._model
-    assert Probes(model).tried_on == "the model"
+    assert trials[1] is anew.model
+    assert LoadedModel(model).findings.tried_on == "the model"
+
+
+@pytest.mark.slow
+def test_nothing_is_set_on_the_model_and_all_trial_steps_run_on_a_miniature() -> None:
+    model = random_model("llama")
+    own = {*vars(model)}
+    decoder = mlxspec.AutoDecoder(model, demo().tokenizer)
+    list(decoder.stream([5, 6, 7], max_tokens=2))
+    _ = decoder.loaded.joint_mode
+    assert {*vars(model)} == own
+    assert decoder.loaded.findings.tried_on == "a miniature"
 
 
 # --- starts ---
