@@ -1,4 +1,4 @@
-"""``--adapter-path``: what adapters change, and what must not be mixed up with what has none."""
+"""``--adapter-path``: adapters change the output and must not share caches with the base model."""
 
 from __future__ import annotations
 
