@@ -25,7 +25,7 @@ from mlxspec.corpus.answer_index import AnswerIndex
 from mlxspec.corpus.answers import DATABASE, INDEX_FORMAT, KeptAnswers, identify
 from mlxspec.corpus.suffix_index import write_index
 from mlxspec.errors import FileError, OptionError
-from tests.corpus.test_memory import looked_up, make_small
+from tests.corpus.test_answer_index import looked_up, make_small
 from tests.support.examples import examples
 from tests.support.hostile import mutated
 from tests.support.logs import logged_by
