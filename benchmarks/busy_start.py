@@ -72,8 +72,8 @@ def main(measurements: int, generations: int, name: str) -> None:
             costs = ", ".join(f"T({rows}) {curve(rows):.2f}" for rows in (2, 4, 8, 16))
             first, later = _tokens_per_step(decoder, generations)
             good, begun = good or later, "beside other work" if number else "a good curve"
-            told = f"{first:.2f} at first, {later:.2f} later ({later / good:.0%})"
-            print(f"{begun}: {costs}; tokens per step {told}", flush=True)
+            rates = f"{first:.2f} at first, {later:.2f} later ({later / good:.0%})"
+            print(f"{begun}: {costs}; tokens per step {rates}", flush=True)
 
 
 if __name__ == "__main__":

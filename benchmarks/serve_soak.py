@@ -71,7 +71,7 @@ _KILLS = 3
 _KEYS = ("one", "two", "three")  # each client has one
 _TOOLS = "tools"  # the name of the model with tools
 _SAMPLE_SECONDS = 1.0  # between two samples of memory and health
-_TELL_SECONDS = 60.0  # between two lines about memory
+_PRINT_SECONDS = 60.0  # between two lines about memory
 _LEAST_MINUTES = 10  # the caches of the server are full after half of it
 _MOST_GROWTH = 1.05, 5  # of memory, from the third quarter to the last: a factor, and MiB more
 _COMPARING = 0.5  # the time to generate answers again alone, as a share of the time before
@@ -411,7 +411,7 @@ class Soak:
 
     async def _watch(self) -> None:
         """Sample health and memory."""
-        started = told = time.monotonic()
+        started = printed = time.monotonic()
         async with self._watcher() as client:
             while self._goes_on():
                 looked = time.monotonic()
@@ -430,8 +430,8 @@ class Soak:
                 states = Counter(one["state"] for one in status["requests"])
                 running = states.total() - states["queued"]
                 self.waiting += bool(states["queued"] and running < _CONCURRENCY)
-                if looked - told >= _TELL_SECONDS or len(self.memory) == 1:
-                    told = looked
+                if looked - printed >= _PRINT_SECONDS or len(self.memory) == 1:
+                    printed = looked
                     minutes = (looked - started) / 60
                     print(f"  {minutes:3.0f} min, MiB: {self.memory[-1]}", flush=True)
                 await asyncio.sleep(_SAMPLE_SECONDS)
@@ -455,7 +455,7 @@ class Soak:
     def check_memory(self, judged: bool) -> str:
         """Describe the memory in each quarter; if judged, the last may not exceed the third."""
         quarter = max(1, len(self.memory) // 4)
-        told = []
+        lines = []
         for name in Memory._fields:
             values = [getattr(sample, name) for sample in self.memory]
             parts = [values[quarter * number : quarter * (number + 1)] for number in range(4)]
@@ -465,8 +465,8 @@ class Soak:
                 self.fail(f"memory, {name}, grows from {medians[2]:.0f} to {medians[3]:.0f} MiB")
             if judged and name == "resident" and medians[3] > medians[1] * times:
                 self.fail(f"resident memory grows from {medians[1]:.0f} to {medians[3]:.0f} MiB")
-            told.append(f"{name} {' '.join(f'{one:.0f}' for one in medians)}")
-        return "; ".join(told)
+            lines.append(f"{name} {' '.join(f'{one:.0f}' for one in medians)}")
+        return "; ".join(lines)
 
 
 def memory_of(running: Server, status: dict[str, Any]) -> Memory:
@@ -559,8 +559,8 @@ def choices_of(events: list[Any]) -> list[Choice]:
     reasons: dict[int, str] = {}
     for choice in itertools.chain(*(event["choices"] for event in events)):
         index = choice["index"]
-        told = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
-        texts[index].append(told.get("content") or "")
+        part = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+        texts[index].append(part.get("content") or "")
         if choice["finish_reason"]:
             if index in reasons:
                 raise RuntimeError(f"choice {index} has ended twice")

@@ -54,8 +54,8 @@ class Server:
     def resident(self) -> float:
         """The memory of its process and of the processes that it has started, in MiB."""
         command = ["ps", "-A", "-o", "pid=,ppid=,rss="]
-        told = subprocess.run(command, capture_output=True, check=True).stdout.splitlines()
-        rows = [(int(pid), int(parent), int(rss)) for pid, parent, rss in map(bytes.split, told)]
+        lines = subprocess.run(command, capture_output=True, check=True).stdout.splitlines()
+        rows = [(int(pid), int(parent), int(rss)) for pid, parent, rss in map(bytes.split, lines)]
         family: set[int] = set()
         found = {self.process.pid}
         while found:

@@ -7,8 +7,8 @@ import os
 # single-row forwards bit for bit. tests/engine/test_openblas.py repeats some with OpenBLAS.
 os.environ.setdefault("MLXSPEC_OPENBLAS", "0")
 
-# Output looks the same whatever the user's terminal can do. Tables are as wide as what they hold,
-# whatever width the shell or pytest-xdist has set.
+# Output must not depend on the user's terminal, nor on a width that the shell or pytest-xdist sets:
+# tables are as wide as their contents.
 os.environ["TERM"] = "xterm-256color"
 os.environ.pop("NO_COLOR", None)
 os.environ.pop("FORCE_COLOR", None)
@@ -16,7 +16,7 @@ os.environ.pop("TTY_COMPATIBLE", None)
 os.environ.pop("COLUMNS", None)
 os.environ.pop("LINES", None)
 
-# The tests' servers are on this machine, where no proxy finds them.
+# The tests' servers run on this machine and must not be asked through a proxy.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
 
 import shutil
@@ -27,12 +27,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-# Nor do tests touch the step times that the user's machine has learned.
+# Keep the user's learned step times, saved answers and settings out of the tests.
 os.environ["MLXSPEC_CACHE_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
-# Nor the answers that the user keeps.
 os.environ["MLXSPEC_DATA_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 os.environ.pop("MLXSPEC_MEMORY", None)
-# Nor what the user has set for all commands.
 os.environ["MLXSPEC_CONFIG_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 os.environ.pop("MLXSPEC_MODEL", None)
 os.environ.pop("MLXSPEC_API_KEY", None)
@@ -47,15 +45,15 @@ from tests.support.harness import NEAR_TIES
 from tests.support.logs import logged_by
 from tests.support.shared import SHARED
 
-OF_THE_USER = tuple(os.environ[f"MLXSPEC_{kind}_DIR"] for kind in ("CACHE", "DATA", "CONFIG"))
-# Who has a directory for answers is not told that they could be kept.
+USER_DIRECTORIES = tuple(os.environ[f"MLXSPEC_{kind}_DIR"] for kind in ("CACHE", "DATA", "CONFIG"))
+# With this directory in place, commands do not suggest to save answers.
 Path(os.environ["MLXSPEC_DATA_DIR"], "memory").mkdir()
 
-# A shell starts what runs in the background with Ctrl-C ignored, and children inherit that.
+# Shells start background jobs with SIGINT ignored, and child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A busy machine may take long over an example. Each run tries the same examples, so that what fails
-# is what has changed; the long form draws others each time.
+# No deadline: a busy machine may be slow. Normal runs repeat the same examples, so that a failure
+# comes from a change; MLXSPEC_LONG=1 draws new ones each time.
 settings.register_profile(
     "tests",
     deadline=None,
@@ -98,10 +96,10 @@ LONGEST = (
     "generation/test_joint_drafts.py",
     "engine/test_equality.py",
 )
-"""The files that take longest. They come first, so that no process runs one of them at the end."""
+"""The slowest files. They run first, so that no process is left with one at the end."""
 
 LIMIT = 3600 if LONG else 180
-"""Seconds after which a test, its fixtures included, has failed: the slowest takes some 20."""
+"""Seconds that a test and its fixtures may take. The slowest test takes about 20."""
 
 
 @pytest.fixture(scope="session")
@@ -114,28 +112,28 @@ def shared() -> Path:
 
 @pytest.fixture(autouse=True)
 def no_note_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is measured while other tests run does for tests; some override this."""
+    """Accept noisy timings, since other tests run at the same time. Some tests override this."""
     monkeypatch.setattr(mlxspec.engine.costs, "noise", lambda times: None)
 
 
 @pytest.fixture(autouse=True)
 def few_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does any need costs that are exact: those after a long context would take a second."""
+    """Measure long-context costs with few steps. Exact ones would take a second."""
     few = replace(mlxspec.engine.costs.QUICK_LONG, rows=(2, 4, 8), rounds=2, seconds=60.0)
     monkeypatch.setattr(mlxspec.engine.costs, "QUICK_LONG", few)
 
 
 @pytest.fixture(autouse=True)
 def no_experience_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What drafts teach stays in a decoder, but in the tests of how it is kept."""
+    """Do not save experience to disk, except in the tests of saving it."""
     monkeypatch.setattr(mlxspec.Decoder, "keeps_experience", False)
 
 
 @pytest.fixture(autouse=True)
 def planning_faults() -> Iterator[list[str]]:
-    """What the log says of faults in planning, which change no output and would pass unseen.
+    """Fail a test if the planner logs a fault. Such faults change no output.
 
-    A test that makes some checks them, and empties the list.
+    A test that provokes faults checks this list and empties it.
     """
     with logged_by("mlxspec.drafting.planner") as lines:
         yield lines
@@ -144,10 +142,10 @@ def planning_faults() -> Iterator[list[str]]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Let ``mx.compile`` leave functions as they are, but in tests that are marked ``compiled``.
+    """Disable ``mx.compile``, except in tests marked ``compiled`` and with ``MLXSPEC_LONG=1``.
 
-    On a CPU it calls a C++ compiler: two seconds for each function and shape that nobody has used
-    before on the machine. In the long form it does so in all tests. Fixtures are made after this.
+    On a CPU it calls a C++ compiler, which takes two seconds for each new function and shape. This
+    hook runs before fixtures are set up.
     """
     if LONG or item.get_closest_marker("compiled"):
         mx.enable_compile()
@@ -157,7 +155,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Let no test wait forever, for a process that never ends or a terminal that stays empty."""
+    """Fail a test that hangs, for example one that waits for a process that never ends."""
 
     def fail(*_: object) -> None:
         pytest.fail(f"took longer than {LIMIT} seconds")
@@ -171,7 +169,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is nightly, unless it is asked for by name; put the longest files first."""
+    """Deselect nightly tests, unless a test is named; run the slowest files first."""
     if not LONG and not any("::" in argument for argument in config.args):
         left = nightly(items)
         config.hook.pytest_deselected(items=left)
@@ -181,7 +179,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def nightly(items: list[pytest.Item]) -> set[pytest.Item]:
-    """All but two of each test's slow parameters, evenly spread; ``nightly(keep=n)``: all but n."""
+    """Return all but two of each slow test's cases; with ``nightly(keep=n)``, all but n.
+
+    The cases that are kept are evenly spread.
+    """
     slow: dict[object, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow"):
@@ -195,16 +196,16 @@ def nightly(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # what the libraries have made by now lives until the end: no need to search it
+    gc.freeze()  # the libraries' objects live until the end; the collector need not scan them
 
 
 def pytest_unconfigure() -> None:
-    for directory in OF_THE_USER:
+    for directory in USER_DIRECTORIES:
         shutil.rmtree(directory, ignore_errors=True)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """With pytest-xdist: hand the near ties of this process to the one that reports."""
+    """With pytest-xdist, send this process's near ties to the one that reports them."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output["near ties"] = NEAR_TIES
@@ -216,6 +217,6 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say at how many near ties outputs differed, and by how much (invariant 1)."""
+    """Print the number of near ties at which outputs differed, and the margins (invariant 1)."""
     margins = ", ".join(f"{margin:.1e}" for margin in NEAR_TIES)
     terminalreporter.write_line(f"outputs that differ at near ties: {len(NEAR_TIES)} {margins}")

@@ -1,4 +1,4 @@
-"""OpenBLAS in front of MLX's CPU back end; each case in a process of its own."""
+"""OpenBLAS preloaded for MLX's CPU back end; each case runs in its own process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.support.openblas import needs_openblas
 
 PRODUCT = "import mlx.core as mx; a = mx.ones((64, 64)); mx.eval(a @ a)"
-# Nothing is loaded where there is no /proc.
+# Without /proc, nothing is loaded.
 LOADED = """
 import os
 maps = "/proc/self/maps"
@@ -43,7 +43,7 @@ def test_it_is_loaded_without_setting_anything() -> None:
 @pytest.mark.slow
 @needs_openblas
 def test_mlx_calls_its_products() -> None:
-    """The dynamic linker says where MLX's call goes."""
+    """The dynamic linker reports where MLX's calls go."""
 
     def provider(**environment: str) -> list[str]:
         run = run_python(f"import mlxspec; {PRODUCT}", LD_DEBUG="bindings", **environment)

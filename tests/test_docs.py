@@ -1,4 +1,4 @@
-"""The pages of the documentation, as far as building them checks nothing."""
+"""Checks of the documentation that building it does not make."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PLACES = {
     "https://github.com/mlxspec/mlxspec/tree/main/": "",
     "https://mlxspec.github.io/mlxspec/": "docs",
 }
-"""Where the files here are found by an absolute address, and in which folder."""
+"""The absolute URLs at which files here are published, and their folders."""
 
 
 def anchors(page: Path) -> set[str]:
-    """The fragments of a page's headings, as GitHub makes them; MkDocs differs only at dashes."""
+    """Return a page's heading anchors as GitHub makes them; MkDocs differs only at dashes."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -39,7 +39,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_links_to_files_lead_somewhere(name: str) -> None:
-    """Those of the pages that MkDocs does not build, since it checks its own."""
+    """Check the pages that MkDocs does not build and check itself."""
     page = ROOT / name
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if link.startswith(("https://", "http://")):
@@ -51,7 +51,7 @@ def test_links_to_files_lead_somewhere(name: str) -> None:
 
 
 def test_the_readme_s_links_are_absolute_and_lead_somewhere() -> None:
-    """PyPI shows it, too, and knows neither the repository's files nor the headings' anchors."""
+    """PyPI shows the README, too, without the repository's files or the headings' anchors."""
     text = (ROOT / "README.md").read_text()
     assert "<img" not in text
     assert "<a " not in text
@@ -88,7 +88,7 @@ def test_every_example_is_shown_on_a_page() -> None:
 
 
 def test_the_picture_of_the_demo_shows_measured_speeds() -> None:
-    """With the default decoder. The picture needs nothing from elsewhere."""
+    """The speeds are the default decoder's, and the picture loads nothing external."""
     shown = (ROOT / "docs/demo.svg").read_text().replace("&#160;", " ")
     for text in ("$ make demo", "without drafts", "same text", "measured", "accepted draft"):
         assert text in shown
@@ -103,7 +103,7 @@ def test_the_picture_of_the_demo_shows_measured_speeds() -> None:
 def test_nothing_is_cut_between_the_sidebars() -> None:
     css = (ROOT / "docs" / "pages.css").read_text()
     assert "pre > code { white-space: pre-wrap" in css
-    assert "th { min-width: 0; }" in css  # eight columns have 90 pixels each there
+    assert "th { min-width: 0; }" in css  # 90 pixels for each of the eight columns
 
 
 def test_make_says_what_takes_its_time() -> None:
@@ -117,7 +117,7 @@ def test_make_says_what_takes_its_time() -> None:
 
 
 def service_file(language: str) -> str:
-    """The one block in this language on the page about services."""
+    """Return the only block in this language on the page about services."""
     page = (ROOT / "docs" / "service.md").read_text()
     (block,) = re.findall(rf"^```{language}\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     return block

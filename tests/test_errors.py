@@ -1,4 +1,4 @@
-"""The public errors: all that public docstrings name can be imported and caught."""
+"""The public errors: users can import and catch all that public docstrings name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxspec import errors
 
 
 def docstrings() -> Iterator[tuple[str, str]]:
-    """Those of public names and of their public members, by name."""
+    """Return the docstrings of public names and their public members, by name."""
     for name in mlxspec.__all__:
         thing = getattr(mlxspec, name)
         yield name, inspect.getdoc(thing) or ""

@@ -1,4 +1,4 @@
-"""The programs in ``examples/``, each run on the bundled model as a user runs it."""
+"""The programs in ``examples/``, run on the bundled model as a user runs them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs an example; gives what it has printed, and its variables."""
+    """Runs an example; returns its output and its variables."""
 
     def run(
         name: str, *arguments: object, typed: str = "", server: Running | None = None
@@ -50,7 +50,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def plain(prompt: object, **options: Any) -> str:
-    """What the model writes without drafts."""
+    """Return the model's output without drafts."""
     return "".join(response.text for response in demo().stream(prompt, **options))  # type: ignore[arg-type]
 
 
@@ -88,7 +88,7 @@ def test_chat(run: Run) -> None:
     output, variables = run("chat", typed="Say hello.\nOnce more.\n")
     kept = [tuple(map(int, pair)) for pair in re.findall(r"\[(\d+) of (\d+) prompt", output)]
     assert kept[0][0] == 0
-    assert kept[0][1] <= kept[1][0] < kept[1][1]  # all of the first prompt, at least
+    assert kept[0][1] <= kept[1][0] < kept[1][1]  # at least the first prompt
     assert [message["role"] for message in variables["messages"]] == ["user", "assistant"] * 2
 
 

@@ -1,4 +1,4 @@
-"""Files change whole or not at all, one writer at a time."""
+"""Files change completely or not at all, with one writer at a time."""
 
 import errno
 import os
@@ -89,7 +89,7 @@ def test_readers_keep_what_they_opened(tmp_path: Path):
 
 
 def test_who_waits_for_another_writer_sees_what_it_wrote(tmp_path: Path):
-    """Three writers of one file, each of which replaces it over and over: none is lost."""
+    """Three processes update one file repeatedly, and no update is lost."""
     path = tmp_path / "file"
     path.write_text("")
 
@@ -203,7 +203,7 @@ def test_what_every_killed_writer_left_goes_with_its_next_write_(
 ):
     write = WRITERS[writer]
     path = tmp_path / writer
-    # A forked child computes nothing on a GPU.
+    # A forked child must not use the GPU.
     monkeypatch.setattr(mx, "save_safetensors", lambda file, *_: file.write(b"new"))
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""What a long-lived process gives back to the system."""
+"""Memory that a long-lived process returns to the system."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the hostile tests rely on: that harm is found out."""
+"""``harmless`` detects readers that take too long or too much memory."""
 
 from __future__ import annotations
 

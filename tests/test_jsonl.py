@@ -1,4 +1,4 @@
-"""Reading conversations from records of logs, whoever wrote them."""
+"""Reading conversations from the log records of various programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the library logs, under the name "mlxspec"."""
+"""Messages that the library logs under the name "mlxspec"."""
 
 from __future__ import annotations
 

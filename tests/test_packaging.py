@@ -1,4 +1,4 @@
-"""What the project's files say about the package, compared with each other."""
+"""Consistency of the project's metadata files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if not (ROOT / "pyproject.toml").is_file():
 
 
 def project() -> dict[str, Any]:
-    """The table of pyproject.toml that describes the package."""
+    """The project table of pyproject.toml."""
     return tomlkit.parse((ROOT / "pyproject.toml").read_text()).unwrap()["project"]
 
 
@@ -35,7 +35,7 @@ def test_requirements_are_those_of_the_package() -> None:
 
 @pytest.mark.parametrize(("platform", "extras"), [("darwin", set()), ("linux", {"cpu"})])
 def test_each_platform_gets_one_back_end(platform: str, extras: set[str]) -> None:
-    """macOS's wheel of MLX brings Metal by itself; on Linux MLX has none without an extra."""
+    """MLX's macOS wheel includes Metal; on Linux, MLX needs an extra for a back end."""
     requirements = map(Requirement, project()["dependencies"])
     where: Environment = {"sys_platform": platform}  # type: ignore[typeddict-item]
     ours = [r for r in requirements if r.name == "mlx" and r.marker and r.marker.evaluate(where)]
@@ -44,7 +44,7 @@ def test_each_platform_gets_one_back_end(platform: str, extras: set[str]) -> Non
 
 @pytest.mark.slow
 def test_a_directory_called_mlxspec_does_not_hide_the_package(tmp_path: Path) -> None:
-    """Such as a clone, beside which a script lies. In an editable install, this tests its kind."""
+    """Such as a clone beside a script. In an editable install, this tests the install's mode."""
     (tmp_path / "mlxspec").mkdir()
     code = "import mlxspec; print(mlxspec.__version__)"
     done = subprocess.run(
@@ -54,7 +54,7 @@ def test_a_directory_called_mlxspec_does_not_hide_the_package(tmp_path: Path) ->
 
 
 def test_an_editable_install_adds_a_path() -> None:
-    """setuptools does so for this value alone; its import hooks come after such directories."""
+    """Only this setting makes setuptools add a path. Its import hooks rank after directories."""
     text = (ROOT / "pyproject.toml").read_text()
     assert tomlkit.parse(text).unwrap()["tool"]["setuptools"]["package-dir"] == {"": "."}
 
@@ -64,7 +64,7 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 
 def test_the_changelog_has_a_section_for_each_version() -> None:
-    """Newest first, each with a day, under the changes that no version has yet."""
+    """Sections come newest first, each with a date, after the unreleased changes."""
     text = (ROOT / "CHANGELOG.md").read_text()
     headings = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
     assert headings[0] == "Unreleased"

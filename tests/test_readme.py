@@ -1,9 +1,9 @@
-"""What README and pages show can be pasted: their programs run, their commands and options exist.
+"""The programs and commands in README and the docs run, and their options exist.
 
-Python blocks of a page run one after the other, as one program. Shell blocks of the ``TRIED`` pages
-run, too, as far as their ``mlxspec`` commands go: with the bundled model in the place of any other
-and as ``mlx_model``, and with ``FILES`` in the working directory. A block that needs what a test
-does not have is only checked, and says what it needs in a comment on the line before it::
+The Python blocks of a page run in order, as one program. The ``mlxspec`` commands in shell blocks
+of the ``TRIED`` pages run, too, with the bundled model in place of any other and as ``mlx_model``,
+and with ``FILES`` in the working directory. A block that needs something that a test lacks is only
+parsed. A comment on the line before it says what it needs::
 
     <!-- needs: a checkpoint -->
 """
@@ -36,7 +36,7 @@ if not (ROOT / "mkdocs.yml").is_file():
     pytest.skip("mlxspec is installed without its repository", allow_module_level=True)
 
 TRIED = ("README.md", *(f"docs/{name}.md" for name in ("index", "prompts", "structured-output")))
-"""Pages whose commands are tried, and not only understood."""
+"""Pages whose commands run. On other pages they are only parsed."""
 
 FILES = {
     "report.txt": "Alice is a baker from Paris who is 30 years old. Henry is a pilot.\n",
@@ -58,10 +58,10 @@ class Block(NamedTuple):
     """A block of code on a page.
 
     Attributes:
-        page, line: where its first line is.
-        language: as its fence says.
-        code: what it holds.
-        needs: what it says that it needs; empty where it runs as it is.
+        page, line: the place of its first line.
+        language: the language in its fence.
+        code: its content.
+        needs: the requirement in its comment; empty if it can run.
     """
 
     page: str
@@ -81,7 +81,7 @@ FENCED = re.compile(
 
 
 def blocks(page: str) -> list[Block]:
-    """The blocks of a page, except those that show an example's file."""
+    """Return the blocks of a page, except those that show an example's file."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return [
         Block(
@@ -101,7 +101,7 @@ OPERATORS = {"|", "||", "&&", ";", "&", "<", ">", ">>", "2>", "(", ")"}
 
 
 def lines_of(code: str) -> list[str]:
-    """The commands of a shell block, a line each."""
+    """Return the commands of a shell block, one line each."""
     return code.replace("\\\n", " ").splitlines()
 
 
@@ -115,12 +115,12 @@ def words_of(line: str) -> list[str]:
 
 
 def commands_in(line: str) -> Iterator[list[str]]:
-    """The arguments of each call of ``mlxspec`` in a line of a shell."""
+    """Return the arguments of each ``mlxspec`` call in a shell line."""
     calls: list[list[str]] = [[]]
     for word in words_of(line):
         if word in OPERATORS:
             calls.append([])
-        elif calls[-1] or not re.match(r"\w+=", word):  # no variable of its environment
+        elif calls[-1] or not re.match(r"\w+=", word):  # not an environment variable
             calls[-1].append(word)
     for call in filter(None, calls):
         names = [word.rpartition("/")[2] for word in call]
@@ -129,7 +129,7 @@ def commands_in(line: str) -> Iterator[list[str]]:
 
 
 def command_of(words: list[str]) -> tuple[click.Command, click.Context, list[str]]:
-    """The command that words name, a context for it, and its own arguments."""
+    """Return the command that these words name, its context and its arguments."""
     from mlxspec.cli.main import main
 
     command: click.Command = main
@@ -149,7 +149,7 @@ def options_of(command: click.Command) -> set[str]:
 
 
 def every_option(command: click.Command) -> Iterator[str]:
-    """The options of a command and all below it."""
+    """Return the options of a command and its subcommands."""
     yield from options_of(command)
     if isinstance(command, click.Group):
         context = click.Context(command)
@@ -167,14 +167,14 @@ def test_commands_in_blocks_are_understood(block: Block) -> None:
             try:
                 command.make_context(context.info_name, arguments, parent=context.parent)
             except (click.exceptions.Exit, click.exceptions.NoArgsIsHelpError):
-                pass  # a command that has shown its help
+                pass  # a command that showed its help
             except click.UsageError as error:
                 pytest.fail(f"{block}: {shlex.join(['mlxspec', *words])}: {error.format_message()}")
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_and_options_in_sentences_exist(page: str) -> None:
-    """Those within backticks, with or without the command's name."""
+    """Check those within backticks, with or without the command's name."""
     from mlxspec.cli.main import main
 
     text = FENCED.sub("", (ROOT / page).read_text(encoding="utf-8"))
@@ -185,7 +185,7 @@ def test_commands_and_options_in_sentences_exist(page: str) -> None:
             command, _, words = command_of(words[1:])
             own = options_of(command) if command.name != "run" else set()
             if not own:
-                continue  # what follows is the program's
+                continue  # the rest belongs to the program
         elif code.startswith("--"):
             own = known
         else:
@@ -216,7 +216,7 @@ def test_programs_run(page: str, directory: Path, monkeypatch: pytest.MonkeyPatc
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
         if block.language == "python":
-            lines = "\n" * (block.line - 1)  # so that a traceback names the page's own
+            lines = "\n" * (block.line - 1)  # so that tracebacks show the page's line numbers
             program = compile(lines + block.code, str(ROOT / page), "exec")
             if not block.needs:
                 exec(program, names)
@@ -228,7 +228,7 @@ def test_json_is_json(block: Block) -> None:
 
 
 def with_demo(arguments: list[str]) -> list[str]:
-    """The arguments, with the bundled model for every name of another one."""
+    """Replace all model names in arguments by the bundled model."""
     return [
         "demo"
         if arg == "MODEL" or (re.fullmatch(r"[\w.-]+/[\w.-]+", arg) and not os.path.exists(arg))
@@ -254,7 +254,7 @@ ADVICE = (
 
 @pytest.fixture
 def shell(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Runs a line of a shell, in which ``mlxspec`` is the one that is tested."""
+    """Runs a shell line with the tested ``mlxspec``."""
     keep_costs()
     programs = directory / "bin"
     programs.mkdir()
@@ -263,7 +263,7 @@ def shell(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
     stand_in = shlex.join([sys.executable, f"{programs}/stand_in.py"])
     command.write_text(f'#!/bin/sh\nexec {stand_in} "$@"\n')
     command.chmod(0o755)
-    for what in ("init -q", "add -N report.txt"):  # which is what "git diff" shows
+    for what in ("init -q", "add -N report.txt"):  # which "git diff" shows
         subprocess.run(["git", *what.split()], check=True)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -289,7 +289,7 @@ def shell(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [b for b in SHELL if b.page in TRIED and not b.needs], ids=str)
 def test_commands_run(block: Block, shell: Callable[[str], None]) -> None:
-    """README's in processes of their own; other pages', where no shell is needed, in this one."""
+    """README's run in new processes; other pages' in this one, unless they need a shell."""
     for line in lines_of(block.code):
         words = words_of(line)
         if block.page != "README.md" and words[:1] == ["mlxspec"] and not OPERATORS & {*words}:

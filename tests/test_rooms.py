@@ -1,4 +1,4 @@
-"""The walls of the package: which room may import which."""
+"""The layers of the package: which subpackage may import which."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import mlxspec
 
 PACKAGE = Path(mlxspec.__file__).parent
-# The higher the later; the same order as in CONTRIBUTING.md.
+# Each may import only those before it. CONTRIBUTING.md has the same order.
 ROOMS = (
     *("errors", "files", "jsonl", "process", "terminal"),
     *("corpus", "drafting", "models", "engine", "distributed"),
@@ -28,7 +28,7 @@ WITHOUT_MLX = (
 
 
 def imports(path: Path) -> list[str]:
-    """What a file imports, wherever in it, by absolute names."""
+    """Return the absolute names of all imports in a file."""
     package = ("mlxspec", *path.relative_to(PACKAGE).parts[:-1])
     found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -42,7 +42,7 @@ def imports(path: Path) -> list[str]:
 
 
 def room_of(module: str) -> str | None:
-    """The room of a module of this package; None for the package itself and for others."""
+    """Return a module's subpackage; None for the top level and for other packages."""
     parts = module.split(".")
     return parts[1] if parts[0] == "mlxspec" and len(parts) > 1 and parts[1] in ROOMS else None
 
@@ -64,7 +64,7 @@ def test_no_import_runs_upwards() -> None:
 
 
 def test_no_files_import_each_other() -> None:
-    """Not even one after the other, in a circle."""
+    """There are no import cycles of any length."""
     files = {
         ".".join(("mlxspec", *path.relative_to(PACKAGE).with_suffix("").parts)): path
         for path in PACKAGE.rglob("*.py")

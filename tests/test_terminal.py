@@ -8,7 +8,7 @@ from mlxspec.terminal import TokenPrinter, colored, one_line, visible, wants_col
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that reports to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -21,7 +21,7 @@ def _color_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def written(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, color: bool | None) -> str:
-    """What reaches ``stream`` of two tokens, the second an accepted one with an escape."""
+    """Return the output for two tokens, of which the second is accepted and has an escape."""
     monkeypatch.setattr("sys.stdout", stream)
     printer = TokenPrinter(color)
     printer.write("own", False)
@@ -106,7 +106,7 @@ def test_every_token_is_flushed(monkeypatch: pytest.MonkeyPatch):
     ("name", "value", "expected"),
     [
         ("NO_COLOR", "1", False),
-        ("NO_COLOR", "", True),  # no-color.org: only when not empty
+        ("NO_COLOR", "", True),  # no-color.org: only if not empty
         ("TERM", "dumb", False),
         ("TERM", "xterm", True),
     ],
@@ -121,7 +121,7 @@ def test_the_environment_decides_where_the_user_does_not(
 
 
 def screen(output: str) -> list[str]:
-    """The lines of a terminal that got this output; escape sequences move, erase and colour."""
+    """Emulate a terminal; return its lines after this output and its escape sequences."""
     lines, column = [""], 0
     for sequence, character in re.findall(r"\x1b\[([\d;]*[A-Za-z])|(.)", output, re.DOTALL):
         if character == "\n":

@@ -1,7 +1,7 @@
-"""A program that uses mlxspec as users do: `make lint` checks its types, and nothing runs it.
+"""A user's program, for type checks only: `make lint` runs mypy on it.
 
-Each comment to ignore an error stands where a type checker must refuse a line. mypy reports it as
-unused if the line passes.
+Each ignore comment marks a line that a type checker must reject. mypy reports the comment as unused
+if the line passes.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ ERRORS: list[type[MlxspecError]] = [
 ]
 
 
-def told(done: int, total: int) -> None:
+def report(done: int, total: int) -> None:
     logging.info("%d of %d", done, total)
 
 
@@ -52,7 +52,7 @@ AutoDecoder("demo", memory=AnswerIndex(10))
 ask("Hello?", temp=0.5, seed=1)
 ask("Hello?", tmep=0.5)  # type: ignore[call-arg]
 
-assert_type(decoder.stream("text", 5, temp=0.5, session=Session(), on_progress=told), Responses)
+assert_type(decoder.stream("text", 5, temp=0.5, session=Session(), on_progress=report), Responses)
 decoder.stream([1, 2], max_tokens=5, stop=["a"], chat_template_kwargs={"enable_thinking": False})
 decoder.stream("text", max_token=5)  # type: ignore[call-arg]
 decoder.stream("text", on_progress=print)
@@ -77,7 +77,7 @@ LookaheadDecoder("demo").lookahead("text", windowsize=5)  # type: ignore[call-ar
 model, tokenizer = mlxspec.load("demo")
 assert_type(mlxspec.generate(model, tokenizer, "text", verbose=True, max_tokens=5, temp=1.0), str)
 mlxspec.generate(model, tokenizer, "text", draft_model=model, num_draft_tokens=3)
-mlxspec.generate(model, tokenizer, "text", prompt_progress_callback=told)
+mlxspec.generate(model, tokenizer, "text", prompt_progress_callback=report)
 assert_type(mlxspec.stream_generate(model, tokenizer, [1, 2], 5, seed=3), Responses)
 mlxspec.stream_generate(model, tokenizer, "text", prompt_progress_callback=3)  # type: ignore[arg-type]
 mlxspec.stream_generate(model, tokenizer, "text", sede=3)  # type: ignore[call-arg]

@@ -46,10 +46,10 @@ def parse_head_curve(text: str) -> tuple[list[float], float]:
 
 
 class ReplayedHead(HeadSource):
-    """Drafts a recorded output's next tokens, of which as many are right as a curve says.
+    """Drafts a recorded output's next tokens, right as often as a curve specifies.
 
-    How many are right at a position is random, but seeded by the output alone. So it is the same
-    for all policies and chips. The head's confidence in a token depends only on its depth.
+    The number of right tokens at a position is random, but seeded by the output alone. So it is
+    the same for all policies and chips. The head's confidence in a token depends only on its depth.
 
     Args:
         experience: what heads learn from the outputs, which all share it.

@@ -84,7 +84,7 @@ class BenchOptions:
         "--repeats N", "Runs of each decoder on each prompt.", default=3, type=COUNT
     )
     temp: float = _measurement(
-        "--temp T", "Temperature; 0 is greedy. Above 0, mlx-lm is left out.", default=0.0
+        "--temp T", "Temperature; 0 is greedy. Above 0, mlx-lm is skipped.", default=0.0
     )
     seed: int = _measurement("--seed N", "The same seed gives the same outputs.", default=0)
 

@@ -62,7 +62,7 @@ class CalibrateOptions:
     )
     show: bool = option_field(
         "--show",
-        "Show the times that are known for MODEL, or for all models, and measure nothing.",
+        "Show the stored times of MODEL, or of all models, without measuring.",
         default=False,
     )
 
@@ -196,7 +196,7 @@ def measured_curves(
             )
         if problem := noise(found[context].times):
             raise MlxspecError(
-                f"{name}: {problem}; the new times are not kept, earlier ones stay: close other "
+                f"{name}: {problem}; the new times are not stored, earlier ones stay: close other "
                 "programs and measure again"
             )
     key = costs.cost_key(model).of_sequences(sequences)

@@ -25,7 +25,7 @@ _result = partial(option, group="Result")
 )
 @_checkpoint("--hf-path DIR_OR_REPO", "MODEL as a Hugging Face checkpoint.", type=NAME)
 @_checkpoint("--revision REV", "Branch, tag or commit, if MODEL is a Hub repository.")
-@_checkpoint("--head", "Convert only the trained head that MODEL is or carries.")
+@_checkpoint("--head", "Convert only the trained head: MODEL itself, or a part of it.")
 @_result(
     "--mlx-path DIR",
     "The directory to write.  [default: mlx_model; mlx_head with --head]",

@@ -494,7 +494,7 @@ class _Loader:
                     # The note appears once per directory. With 'all', 'mlxspec models' has it.
                     if source != ALL and directory not in self._left_out:
                         self._left_out.add(directory)
-                        note(f"{one_line(str(directory))} is left out: {files.trouble}")
+                        note(f"{one_line(str(directory))} is skipped: {files.trouble}")
                     continue
                 entries[name] = Entry(
                     name,

@@ -59,7 +59,7 @@ def convert(
             float16 if it has none.
         force: replace an existing model at ``mlx_path``.
         revision: branch, tag or commit of a repository on the Hub.
-        head: convert only the trained head that ``hf_path`` is or carries.
+        head: convert only the trained head, which is ``hf_path`` itself or a part of it.
 
     Returns:
         the size of the weights in bytes, including quantisation scales; the number of parameters;
@@ -136,11 +136,11 @@ def _check_finite(directory: Path) -> None:
                 continue
             layer, _, part = name.rpartition(".")
             quantised = part in ("scales", "biases") and f"{layer}.scales" in names
-            told = f"{bad:,} numbers of {layer if quantised else name} are not finite"
+            what = f"{bad:,} numbers of {layer if quantised else name} are not finite"
             damaged = not quantised and bool(mx.any(mx.isnan(array)).item())
             if array.dtype == mx.float16 and not damaged:
-                raise LoadError(f"{told} in float16, whose largest is 65,504; use --dtype bfloat16")
-            raise LoadError(f"{told}, so the checkpoint is damaged; download it again")
+                raise LoadError(f"{what} in float16, whose largest is 65,504; use --dtype bfloat16")
+            raise LoadError(f"{what}, so the checkpoint is damaged; download it again")
 
 
 def _quantization(

@@ -132,7 +132,7 @@ _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.07**2, 0.4**2
 
 # The cost of an unmeasured number of rows is taken to be its square root. The exponent is half-way
 # between those of rows that cost nothing and of rows that cost a plain step each. Published curves
-# lie around it (notes/planner.md, "Costs that nobody knows"). The exponent's standard error nearly
+# lie around it (notes/planner.md, "Unknown costs"). The exponent's standard error nearly
 # reaches both of these extremes.
 _USUAL_EXPONENT, _EXPONENT_VARIANCE = 0.5, 0.35**2
 _USUAL_ROWS = (2, 4, 8, 16, 32)

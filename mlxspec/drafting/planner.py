@@ -462,7 +462,7 @@ class Planner(Drafter):
         """A clause that says why the last proposal has no draft."""
         candidates, policy, costs = self._plan.candidates, self.policy, self.costs
         if candidates is None:
-            return "planning has failed, as the log says"
+            return "planning failed: see the log"
         table = costs.hopeful.table
         if len(candidates) == 1:
             return (

@@ -51,7 +51,9 @@ class PromptLookupDrafter(Drafter):
         self.ngram_max = whole("ngram_max", ngram_max)
         self.ngram_min = whole("ngram_min", ngram_min)
         if n_draft < 1:
-            raise OptionError(f"n_draft is {n_draft}: choose 1 or more, or 0 for no drafts")
+            raise OptionError(
+                f"n_draft is {n_draft}: choose 1 or more (only decoders take 0, for no drafts)"
+            )
         if not 1 <= ngram_min <= ngram_max <= _LONGEST_NGRAM:
             raise OptionError(
                 f"ngram_min is {ngram_min}, and ngram_max is {ngram_max}: "

@@ -115,7 +115,7 @@ class WindowKVCache(TreeSteps):
 
     mlx-lm's rotating cache overwrites its oldest entries, so a rejected draft destroys entries
     that are still needed. This cache appends, and drops old entries only when its buffers are
-    full. It can be cut back to its length at the last drop, and by 16 positions more. It holds at
+    full. It can be trimmed to its length at the last drop, and by 16 positions more. It holds at
     most the window, the rows of one step and 272 more entries.
 
     Entries are ordered by position: first those of the ``keep`` first positions, then those of the
@@ -400,11 +400,11 @@ class TreeQuantizedKVCache(TreeSteps, QuantizedKVCache):
 
 
 TREE_CACHES = (TreeKVCache, TreeQuantizedKVCache, WindowKVCache, SlotKVCache)
-"""Caches that verify trees and can be cut back at any time."""
+"""Caches that verify trees and can be trimmed at any time."""
 
 
 def for_steps(cache: Any) -> Any:
-    """Convert a cache to a kind that can be cut back after a step, if there is such a kind.
+    """Convert a cache to a kind that can be trimmed after a step, if there is such a kind.
 
     Args:
         cache: one of mlx-lm's, or of a class that the model defines. The result shares its arrays.

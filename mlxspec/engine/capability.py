@@ -62,10 +62,10 @@ def examine(loaded: LoadedModel, capability: Capability) -> tuple[Capability, st
     caches = parts(map(for_steps, make_prompt_cache(loaded.model)))
     if capability is Capability.REPLAY:
         names = _names(cache for cache in caches if not is_trimmable(cache))
-        reason = f"{names} cannot be cut back, so states are computed again after a rejection"
+        reason = f"{names} cannot be trimmed, so states are computed again after a rejection"
     elif cache_capability(caches) is Capability.CHAIN:
         names = _names(cache for cache in caches if not isinstance(cache, TREE_CACHES))
-        reason = f"{names} can be cut back, but takes no tree mask"
+        reason = f"{names} can be trimmed, but takes no tree mask"
     elif (position := _first_failing(loaded, tree_agrees)) is not None:
         reason = f"branching steps differ from separate branches at position {position}"
     else:

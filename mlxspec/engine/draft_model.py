@@ -29,7 +29,7 @@ class DraftModelDrafter(Drafter):
     In a generation, the draft model samples with the output's temperature, filters and random
     numbers. If the models are similar, most of its samples then equal the target's; see
     :func:`mlxspec.engine.sampling.draft_values`. Without :meth:`attach`, it takes the most likely
-    tokens. The draft model has its own KV cache, which is cut back when drafts are rejected. As the
+    tokens. The draft model has its own KV cache, which is trimmed when drafts are rejected. As the
     second drafter of a :class:`mlxspec.CombinedDrafter`, it drafts only if the first drafter has no
     draft.
 

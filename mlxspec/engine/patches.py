@@ -40,7 +40,7 @@ Function = Callable[..., Any]
 
 # --- the tape ---
 #
-# A recurrent state cannot be cut back, and to run the accepted tokens again would take another
+# A recurrent state cannot be trimmed, and to run the accepted tokens again would take another
 # forward. Instead, a Tape keeps the inputs of a forward's short convolutions and recurrences. The
 # states after the first n rows then take only a few small operations per layer: a convolution's
 # state is a slice of its inputs, and a recurrence runs again over n rows. llama.cpp (#28123) and

@@ -57,10 +57,10 @@ class Capability(enum.StrEnum):
     """Branching drafts: all caches are KV caches, and only RoPE modules use positions."""
 
     CHAIN = "chain"
-    """Chains: every cache can be cut back."""
+    """Chains: every cache can be trimmed."""
 
     REPLAY = "replay"
-    """Chains: some state cannot be cut back (state-space layers, linear attention, short
+    """Chains: some state cannot be trimmed (state-space layers, linear attention, short
     convolutions). After a rejection, it is computed again for the accepted rows.
     """
 
@@ -93,7 +93,7 @@ class Target:
     rows into them, and :meth:`commit` keeps some of these. Between two commits, and after an
     interrupt anywhere, :meth:`truncate` returns to the last commit.
 
-    With the capability ``REPLAY`` or ``PLAIN``, some state may be impossible to cut back. If only
+    With the capability ``REPLAY`` or ``PLAIN``, some state may be impossible to trim. If only
     some of a step's rows are accepted, their state is then computed from the forward's tape.
     Without a tape, the state before the step is restored, and the accepted tokens run again.
 
@@ -109,7 +109,7 @@ class Target:
 
     Attributes:
         model: the mlx-lm model.
-        cache, trimmable: the caches, and those parts of them that can be cut back.
+        cache, trimmable: the caches, and those parts of them that can be trimmed.
         length: the number of committed positions.
         mark_at: a further length that :meth:`rewind` can return to once the next prefill passes it;
             0 for none.
@@ -154,7 +154,7 @@ class Target:
             self.head = loaded.trained_head.new_cache(self.length)
 
     def use(self, caches: list[Any]) -> None:
-        """Use these caches from now on; sort them by whether they can be cut back."""
+        """Use these caches from now on; sort them by whether they can be trimmed."""
         trimmable = [cache for cache in parts(caches) if is_trimmable(cache)]
         untrimmable = [cache for cache in parts(caches) if not is_trimmable(cache)]
         self.cache, self.trimmable, self._untrimmable = caches, trimmable, untrimmable

@@ -89,10 +89,10 @@ class EngineThread:
             self._commands.put(command)
         return result
 
-    def tell(self, key: Hashable, method: Callable[..., object], *args: Any) -> None:
+    def call_engine(self, key: Hashable, method: Callable[..., object], *args: Any) -> None:
         """Call a method of an engine between two turns, if the engine still exists then."""
 
-        def tell() -> None:
+        def call() -> None:
             if engine := self.engines.get(key):
                 try:
                     method(engine, *args)
@@ -100,7 +100,7 @@ class EngineThread:
                     _log.exception("a call queued for an engine has failed")
 
         with suppress(Exception):  # the thread is ending
-            self.call(tell)
+            self.call(call)
 
     def end(self, error: Exception) -> None:
         """Accept no more commands; requests end with ``error`` after the current turn."""
@@ -245,7 +245,7 @@ async def astream(
                         raise response
                     return
                 yield response
-            _thread.tell(decoder, Engine.has_read, request, len(batch))
+            _thread.call_engine(decoder, Engine.has_read, request, len(batch))
     finally:
         if not ended:
             _thread.call(cancel)

@@ -91,9 +91,9 @@ def prompt_ids(
 
         named = token_name(tokenizer, unknown[0])
         if named and (conversation or isinstance(prompt, str)):
-            raise PromptError(f"the prompt holds {named}, which the model lacks: leave it out")
+            raise PromptError(f"the prompt contains {named}, which the model lacks: leave it out")
         raise PromptError(
-            f"the prompt holds the id {unknown[0]}: pass ids from 0 to {vocab_size - 1}"
+            f"the prompt contains the id {unknown[0]}: pass ids from 0 to {vocab_size - 1}"
         )
     if longest is not None and len(tokens) > longest:
         raise PromptError(

@@ -55,7 +55,7 @@ class Session:
             answer = "".join(r.text for r in decoder.stream(messages, session=session))
             messages.append({"role": "assistant", "content": answer})
 
-    The conversation may also be edited, trimmed or regenerated. Some caches cannot be cut back to
+    The conversation may also be edited, trimmed or regenerated. Some caches cannot be trimmed to
     the common prefix (state-space models, windows that have moved). They are rewound to the end of
     one of the last two prompts, or start again from nothing. A session also starts again with
     another model or other cache options.

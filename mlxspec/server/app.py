@@ -317,7 +317,7 @@ class Endpoints:
         found = self._responses.response(request.state.partition, response_id)
         if found is None:
             raise ApiError(
-                f"the response {shown(response_id)} is not stored (any longer): create it again",
+                f"no response {shown(response_id)} is stored: create it again",
                 status=404,
                 param="response_id",
             )

@@ -216,7 +216,7 @@ class PrefixCache:
         self.make_room(self.nbytes - self.max_bytes)
 
     def _keep_branch(self, entry: _Entry) -> None:
-        """Keep a copy of a shared prefix, since later states cannot be cut back to it."""
+        """Keep a copy of a shared prefix, since later states cannot be trimmed to it."""
         length, name = entry.branch, entry.partition
         tokens = entry.tokens[:length]
         if not any(one.shared and one.tokens == tokens for _, one in self._matches(tokens, name)):

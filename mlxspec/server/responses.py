@@ -66,7 +66,7 @@ def _callable(tools: list[_ToolBody]) -> list[_ToolBody]:
             result.append(tool)
         elif not tool.type.startswith(_HOSTED):
             raise OptionError(
-                f"one has the type {shown(tool.type)}; offer tools of type "
+                f"the type {shown(tool.type)} is not supported; offer tools of type "
                 '"function" or "custom", or a "namespace" of them'
             )
     return result
@@ -289,7 +289,7 @@ def _from_store(body: dict[str, Any], store: ResponseStore, partition: str) -> d
         found = store.response(partition, previous)
         if not found:
             raise ApiError(
-                f"previous_response_id is {shown(previous)}, which is not stored (any longer): "
+                f"previous_response_id is {shown(previous)}, but no such response is stored: "
                 "send the whole conversation as input.",
                 param="previous_response_id",
                 code="previous_response_not_found",
@@ -303,7 +303,7 @@ def _from_store(body: dict[str, Any], store: ResponseStore, partition: str) -> d
     items = items.copy()
     for index, item_id in ids.items():
         if item_id not in known:
-            remedy = "send the item itself, since its id is not stored or already used"
+            remedy = "send the item itself: its id is not stored, or was used before"
             refuse(f"input[{index}].id", item_id, remedy)
         items[index] = known.pop(item_id)  # only once, or a short body could expand to gigabytes
     return {"earlier": earlier, "input": items}

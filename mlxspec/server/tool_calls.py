@@ -2,7 +2,7 @@
 
 ``CALL_FORMATS`` has them under the names of mlx-lm's parsers. What a chat template writes is read
 back as it was: a string keeps every character that the template puts between its markers, other
-values are JSON, and the tool's schema tells them apart. The name must be a tool's. What is not a
+values are JSON, and the tool's schema distinguishes them. The name must be a tool's. What is not a
 call in its format raises :class:`~mlxspec.server.text_reader.Unexpected`, and stays text.
 """
 

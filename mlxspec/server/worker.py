@@ -278,7 +278,7 @@ class EventStream(RequestStream):
                     left -= 1
                 read[request] += sum(isinstance(one, Piece) for one in batch)
                 if read[request] >= LEAST_UNREAD:  # each message takes the worker's time
-                    self._tell(request, Engine.has_read, read.pop(request))
+                    self._call(request, Engine.has_read, read.pop(request))
         finally:
             self.close()
 
@@ -286,16 +286,16 @@ class EventStream(RequestStream):
         """End each generation whose choice needs no more tokens, as if the model had ended it."""
         for request in self.requests:
             if request.state in (State.DECODE, State.PAUSED) and finished(request.index):
-                self._tell(request, Engine.cancel)
+                self._call(request, Engine.cancel)
 
     def close(self) -> None:
         """Cancel all generations that have not ended."""
         for request in self.requests:
             if not request.done:
-                self._tell(request, Engine.cancel, ApiError("cancelled", status=499))
+                self._call(request, Engine.cancel, ApiError("cancelled", status=499))
 
-    def _tell(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:
-        self.worker.tell(request.served.name, method, request, *args)
+    def _call(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:
+        self.worker.call_engine(request.served.name, method, request, *args)
 
 
 # --- the queue of a model ---
@@ -417,7 +417,7 @@ class Worker(EngineThread):
         if waiting + count > self.queued + free:
             self.metrics.add_end("refused")
             raise ApiError(
-                f"{waiting} generations are waiting, and at most {self.queued} may: try again "
+                f"{waiting} generations are waiting, and the limit is {self.queued}: try again "
                 "later, or ask for fewer choices",
                 status=429,
                 code="queue_full",

@@ -1,4 +1,4 @@
-"""Policies side by side on recorded outputs."""
+"""Comparison of policies on recorded outputs."""
 
 import pytest
 

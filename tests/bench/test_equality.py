@@ -1,4 +1,4 @@
-"""What counts as a near tie."""
+"""The definition of a near tie."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FixedLogits(mlxspec.engine.target.nn.Module):
 @pytest.mark.parametrize(
     ("dtype", "logit", "bound"),
     [
-        # spacing of numbers from 16 to 32: 2^4 · 2^-7 and 2^4 · 2^-10
+        # spacing of floats from 16 to 32: 2^4 · 2^-7 and 2^4 · 2^-10
         (mx.bfloat16, 17.5, 4 * 0.125),
         (mx.float16, 17.5, 4 * 0.015625),
         (mx.float16, 3.0, 4 * 0.001953125),

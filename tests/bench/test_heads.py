@@ -1,4 +1,4 @@
-"""A head of a given curve in a replay: its luck, its time, and what it adds."""
+"""Replay with a simulated head: its random hits, its time and its gain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SURE = [1.0, 1.0], 0.25
 
 
 def output_of(length: int, seed: int = 1) -> list[int]:
-    """Tokens that never repeat."""
+    """Return tokens that never repeat."""
     return random.Random(seed).sample(range(1000, 30000), length)
 
 
@@ -61,7 +61,7 @@ def test_drafts_are_right_as_often_as_the_curve_says() -> None:
         head._done = place
         ((tokens, confidences),) = ReplayedHead.run([head], 4)
         wrong = [token != output[place + depth] for depth, token in enumerate(tokens)]
-        assert wrong == sorted(wrong)  # nothing is right after a wrong one
+        assert wrong == sorted(wrong)  # after a wrong token, none is right
         for depth, one in enumerate(wrong):
             right[depth] += not one
     assert [count / 8000 for count in right] == pytest.approx(curve, abs=0.02)
@@ -117,7 +117,7 @@ def test_in_joint_steps_all_wait_for_the_heads() -> None:
     free = CostCurve([(1, 1), (32, 1)])
     new = policies_with_head(*SURE)["head"](free, b"")
     joint = replay_jointly(work, new, free, 3)
-    # Two of a sure head's tokens for each.
+    # Each gets two tokens of a head that is always right.
     assert joint.steps == (Step(9, 3, 0.5),) * 20
     assert joint.cost(free) == pytest.approx(20 * 1.5)
 

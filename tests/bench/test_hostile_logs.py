@@ -1,4 +1,4 @@
-"""Whatever stands in a chat log, it is read and rendered, or refused with the package's error."""
+"""Fuzzed chat logs are rendered or refused with the package's error."""
 
 from __future__ import annotations
 

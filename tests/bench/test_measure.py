@@ -1,4 +1,4 @@
-"""Runs, their order and their times; conversations; comparison with plain decoding."""
+"""Measured runs: order, times, conversations, and the comparison with plain decoding."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUESTION = BenchPrompt("say", ({"role": "user", "content": "one two"},))
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> tuple:
-    """A model that says the same over and over, and its tokenizer."""
+    """A model that repeats its output, and its tokenizer."""
     return mlxspec.load(write_scripted_model(tmp_path_factory.mktemp("bench") / "endless", ROUND))
 
 
@@ -43,7 +43,7 @@ def measured_with(
     others: dict[str, MakeStream] | None = None,
     **options: object,
 ) -> list[MeasuredPrompt]:
-    """Prompts measured with backends in the table, and others beside them or in their place."""
+    """Measure prompts with the given backends."""
     backends = {name: BACKENDS[name] for name in names} | (others or {})
     settings = {"max_tokens": 12, "repeats": 2, "sampling": SamplingParams()} | options
     return list(measure(*model, backends, prompts, **settings))
@@ -106,21 +106,21 @@ def test_only_the_first_prompt_warms_up(endless: tuple) -> None:
     assert len(log) == 3
 
 
-def test_every_answer_is_told_and_ctrl_c_keeps_the_first_prompt_s_complete_repeats(
+def test_every_answer_is_reported_and_ctrl_c_keeps_the_first_prompt_s_complete_repeats(
     endless: tuple,
 ) -> None:
     others = {name: Scripted(ManualClock(), [3], [1] * 9) for name in ("plain", "b")}
-    told: list[int] = []
+    seen: list[int] = []
 
     def on_answer() -> None:
-        told.append(len(told))
-        if len(told) == 7:
+        seen.append(len(seen))
+        if len(seen) == 7:
             raise KeyboardInterrupt
 
     settings = {"max_tokens": 1, "repeats": 3, "sampling": SamplingParams()}
     answers = measure(*endless, others, [QUESTION], **settings, on_answer=on_answer)
     measured = next(answers)
-    # Two answers warm up, and the third repeat lacks one.
+    # Two answers are the warm-up; the third repeat lacks one.
     assert {name: len(runs) for name, runs in measured.runs.items()} == {"plain": 2, "b": 2}
     with pytest.raises(KeyboardInterrupt):
         next(answers)
@@ -135,7 +135,7 @@ def test_mlx_lm_s_prefill_ends_before_its_first_token_is_computed(endless: tuple
         on_progress=lambda done, total: reports.append((done, total)),
     )
     next(responses)
-    assert reports[-1] == (2, 3)  # its report of all three comes after the first token
+    assert reports[-1] == (2, 3)  # it reports all three after the first token
 
 
 def test_a_wrong_output_is_found(endless: tuple) -> None:
@@ -163,11 +163,11 @@ def test_follow_ups_are_asked_after_plain_decoding_s_answer(endless: tuple) -> N
     settings = {"max_tokens": 3, "repeats": 1, "others": others}
     assert len(measured_with(endless, prompts=[prompt], **settings)) == 2
     measured_with(endless, prompts=[whole], **settings)
-    assert asked[2] == asked[4]  # the first prompt of each run is also the warm-up's
+    assert asked[2] == asked[4]  # the first prompt of each run also serves as the warm-up
 
 
 def recording(make: MakeStream, asked: list[list[int]]) -> MakeStream:
-    """A backend that also keeps its prompts."""
+    """Return a backend that records its prompts."""
 
     def make_stream(model: object, tokenizer: object) -> Stream:
         stream = make(model, tokenizer)  # type: ignore[arg-type]
@@ -212,7 +212,7 @@ def test_a_conversation_that_the_template_refuses_is_an_error(endless: tuple) ->
 
 
 class FlatCosts(LiveCosts):
-    """Knows that every step costs the same, and learns nothing else."""
+    """Costs at which every step takes the same time; they never change."""
 
     def __init__(self) -> None:
         super().__init__({1024: [KnownTime(1, 1.0, 0.01), KnownTime(64, 1.0, 0.01)]})

@@ -1,4 +1,4 @@
-"""Memories of several sizes against the outputs that they can and cannot know."""
+"""Replay with memories of several sizes, some too small for the repeated outputs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ANSWER = list(range(100, 160))
 
 
 def noise(count: int, seed: int) -> list[int]:
-    """Tokens of which none comes twice."""
+    """Return different tokens."""
     return random.Random(seed).sample(range(1000 + 5000 * seed, 6000 + 5000 * seed), count)
 
 
 def replayed(sizes: str, *outputs: tuple[str, list[int]]) -> dict[str, Report]:
-    """Reports by the name of the memory, and without one, of outputs by set."""
+    """Compare memories of these sizes, and none, on outputs by set."""
     policies = {AUTO: POLICIES[AUTO], **policies_with_memory(sizes)}
     completions = [
         Completion(name, [number + 1], 1, output) for number, (name, output) in enumerate(outputs)
@@ -32,7 +32,7 @@ def replayed(sizes: str, *outputs: tuple[str, list[int]]) -> dict[str, Report]:
 
 
 def steps_are_saved(report: Report, name: str) -> bool:
-    """Whether drafts were accepted. Where nothing repeats in the context, they are a memory's."""
+    """Return whether drafts were accepted. The contexts never repeat, so a memory drafted them."""
     return report["sets"][name]["tokens_per_step"] > 1
 
 
@@ -71,7 +71,7 @@ def test_a_memory_forgets_what_it_has_no_room_for() -> None:
     without, small, large = reports.values()
     assert large["sets"]["again"]["tokens_per_step"] > 1.5
     assert small["sets"]["again"] == without["sets"]["again"]
-    # It holds what was last, though.
+    # But it holds the newest output.
     assert steps_are_saved(replayed("400", *others, others[-1])["memory 400"], "other")
 
 
@@ -106,6 +106,6 @@ def test_nothing_and_the_default_size_are_the_decoders_that_have_names() -> None
     assert named["auto"] not in sized.values()
     assert sized["memory 1M"] == sized["memory all"] == named["auto-memory"]
     assert sized["memory 300"] not in named.values()
-    # Merging, which happens in another thread, changes nothing.
+    # Merging, in another thread, changes no result.
     again = compare(completions, b"", policies_with_memory("1M,all,300"), curves)["M4 Pro"]
     assert sized == again

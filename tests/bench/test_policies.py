@@ -1,4 +1,4 @@
-"""Other programs' drafting against their rules, spelled out over whole texts; hindsight."""
+"""Policies of other programs against exhaustive versions of their rules; hindsight."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ PROMPT = [1, 2, 3, 4, 5, 9, 1]
 
 
 def drafter_of(name: str, output: list[int]) -> Drafter:
-    """A policy's drafter for one output."""
+    """Return a policy's drafter for one output."""
     return POLICIES[name](FLAT, b"")(output)
 
 
 def proposal(drafter: Drafter, text: Sequence[int], fed: int = 3) -> list[int]:
-    """The draft after ``text``, of which the last tokens come one by one."""
+    """Return the draft after ``text``, whose last tokens arrive one by one."""
     known = []
 
     class Spy:
@@ -89,13 +89,13 @@ def test_drafts_follow_the_rule(
 
 
 def test_suffix_decoding_drafts_the_most_frequent_path() -> None:
-    # "1 2" goes on with 3 twice and with 4 once; two matched tokens give a draft of two.
+    # 3 follows "1 2" twice and 4 follows once; two matched tokens give a draft of two.
     text = [1, 2, 3, 7, 0, 1, 2, 4, 8, 0, 1, 2, 3, 7, 9, 1, 2]
     assert proposal(SuffixPath(), text) == [3, 7]
 
 
 def test_suffix_decoding_stops_at_improbable_tokens() -> None:
-    # The end counted, each of ten continuations has 1/11, less than the least of 0.1.
+    # With the end, each of ten continuations has 1/11, below the minimum of 0.1.
     text = [t for token in range(10, 20) for t in (1, token)] + [1]
     assert proposal(SuffixPath(), text) == []
     assert len(proposal(SuffixPath(min_token_prob=0.01), text)) == 1
@@ -115,7 +115,7 @@ def rows(output: list[int], curve: CostCurve, branching: bool = False) -> list[i
 
 
 def test_verifies_exactly_what_is_right() -> None:
-    assert rows([2, 3, 4, 7], FLAT) == [4]  # the prompt has 5 and 9 after it
+    assert rows([2, 3, 4, 7], FLAT) == [4]  # in the prompt, 5 and 9 follow it
     assert rows([7, 8], FLAT) == [1, 1]
 
 
@@ -123,7 +123,7 @@ def test_verifies_less_where_all_would_cost_too_much() -> None:
     # Per emitted token 3 rows cost 0.5, and 5 rows 0.8.
     stairs = CostCurve([(1, 1), (3, 1.5), (4, 4), (5, 4)])
     assert rows([2, 3, 4, 5, 9], stairs)[0] == 3
-    # Two rows cost as much as two plain steps: nothing is gained.
+    # Two rows cost as much as two plain steps, so there is no gain.
     assert rows([2, 3, 4], CostCurve([(1, 1), (64, 64)])) == [1, 1, 1]
 
 
@@ -138,14 +138,14 @@ def test_of_a_tree_it_verifies_up_to_the_right_node() -> None:
 
 
 def test_a_node_costs_all_rows_up_to_it_and_not_those_of_its_depth_alone() -> None:
-    prompt = [5, 1, 2, 2, 5, 1, 3, 3, 5, 1]  # the draft 2 2 stands before 3 3
+    prompt = [5, 1, 2, 2, 5, 1, 3, 3, 5, 1]  # the draft 2 2 comes before 3 3
     curve = CostCurve([(1, 1), (3, 1.2), (4, 4), (64, 64)])
     assert replay(prompt, [2, 2], Hindsight([2, 2], curve, branching=True)).rows == [3]
     assert replay(prompt, [3, 3], Hindsight([3, 3], curve, branching=True)).rows[0] == 1
 
 
 def test_emits_no_less_per_time_than_the_planner_in_any_step() -> None:
-    """While both stand at the same place with the same candidates, the known output decides."""
+    """At the same position with the same candidates, hindsight knows the output."""
     source = random.Random(3)
     curve = CostCurve([(1, 1), (2, 1.2), (8, 2.5), (16, 3)])
     for _ in range(40):
@@ -165,7 +165,7 @@ def test_emits_no_less_per_time_than_the_planner_in_any_step() -> None:
 
 
 def test_prompt_lookup_drafts_what_generate_s_does():
-    """Its options' defaults make the same drafter."""
+    """The defaults of generate's options make the same drafter."""
     from mlxspec.cli.common.generation import DraftingOptions
 
     output = [2, 3, 4, 5, 9, 1, 2, 3, 7, 1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Reading prompts from files of several forms."""
+"""Prompts in files of several formats."""
 
 from __future__ import annotations
 

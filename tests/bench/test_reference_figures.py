@@ -51,7 +51,7 @@ def test_prompt_lookup_takes_as_many_steps_as_measured_elsewhere(
     } == _CLASSIC
 
 
-# Speed-ups over the same sets of a planner written and measured before this one.
+# Speed-ups on the same sets, measured with an earlier planner.
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     ("chip", "branching", "speedup", "every"),

@@ -1,4 +1,4 @@
-"""Replay: the steps that decoding would have taken and their figures, worked out by hand."""
+"""The steps and figures of a replay, against values worked out by hand."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from mlxspec.drafting.sources import PromptLookupDrafter
 
 
 class Scripted:
-    """Proposes given trees in turn and records what it is told."""
+    """Proposes given trees in turn and records the steps that it observes."""
 
     pipelined = False
     branching = True
@@ -34,7 +34,7 @@ class Scripted:
 
 
 def of_rows(tokens: int, *rows: int) -> Replayed:
-    """An output whose steps had these rows."""
+    """Return an output whose steps had these numbers of rows."""
     return Replayed(tokens, tuple(map(Step, rows)))
 
 
@@ -82,10 +82,10 @@ def test_prompt_lookup_copies_ten_tokens_a_step() -> None:
 
 def test_sets_count_alike_and_completions_by_their_time() -> None:
     replayed = [
-        ("a", of_rows(8, 2, 2, 2, 2)),  # 8 tokens in a cost of 6
+        ("a", of_rows(8, 2, 2, 2, 2)),  # 8 tokens for a cost of 6
         ("b", of_rows(2, 1, 1)),
-        ("a", of_rows(3, 2, 2, 2, 2)),  # 3 tokens in a cost of 6
-        ("c", of_rows(1, 2, 2)),  # below 0.98, but by two plain steps only
+        ("a", of_rows(3, 2, 2, 2, 2)),  # 3 tokens for a cost of 6
+        ("c", of_rows(1, 2, 2)),  # below 0.98, but by only two plain steps
     ]
     figures = replay_report(replayed, lambda rows: {1: 1.0, 2: 1.5}[rows])
     assert figures["sets"]["a"]["speedup"] == pytest.approx(11 / 12)

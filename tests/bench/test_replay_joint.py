@@ -1,4 +1,4 @@
-"""Replay of several outputs at once: steps and times worked out by hand."""
+"""Replay of several outputs at once, against steps and times worked out by hand."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from tests.support.planners import suffix_planner
 
 FLAT = CostCurve([(1, 1), (64, 1.1)])
 STEEP = CostCurve([(1, 1), (64, 64)])
-ROUND = list(range(100, 112))  # what a copying output repeats
+ROUND = list(range(100, 112))  # repeated by outputs that copy
 
 
 def outputs(*texts: list[int]) -> list[Completion]:
-    """Outputs after a prompt of the one token 1."""
+    """Return outputs whose prompt is the token 1."""
     return [Completion("set", [1, *text], 1, text) for text in texts]
 
 
 def scripted(*drafters: Drafter) -> Callable[[list[int]], Drafter]:
-    """One drafter for each output, in turn."""
+    """Return a factory that gives each output the next of these drafters."""
     remaining = iter(drafters)
     return lambda output: next(remaining)
 
@@ -129,7 +129,7 @@ def test_every_token_of_every_output_is_emitted_once() -> None:
 
 
 class Watched(NoDraft):
-    """Drafts the same token thrice, and keeps what it is told."""
+    """Drafts the same token three times and records the steps that it observes."""
 
     pipelined = False
 

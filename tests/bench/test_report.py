@@ -1,4 +1,4 @@
-"""What many runs say together, worked out by hand."""
+"""Reports of several runs, against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def report(*prompts: MeasuredPrompt) -> Report:
 
 
 def test_a_ratio_is_the_median_of_ratios_taken_run_by_run() -> None:
-    # The machine was three times slower in the second run of both.
+    # In both second runs the machine was three times slower.
     result = report(measured({"plain": [30, 10, 30], "fast": [60, 20, 90]}))
     assert result["decoders"]["fast"]["speedup"] == pytest.approx(2)
     assert result["decoders"]["fast"]["tokens_per_second"] == pytest.approx(60)
@@ -83,7 +83,7 @@ def test_the_spread_is_that_of_the_repeats_speed_ups() -> None:
         measured({"plain": [10, 10], "fast": [10, 40]}, "talk"),
     )
     fast = result["decoders"]["fast"]
-    # The first repeat has √(2 × 8) in code and 1 in talk, the second √(3 × 6) and 4.
+    # The first repeat has √(2 × 8) for code and 1 for talk, the second √(3 × 6) and 4.
     assert fast["lowest"] == pytest.approx(2)
     assert fast["highest"] == pytest.approx(math.sqrt(math.sqrt(18) * 4))
     assert [result["decoders"]["plain"][name] for name in ("lowest", "highest")] == [1, 1]
@@ -170,7 +170,7 @@ def test_an_output_that_ends_early_has_no_margin_in_json() -> None:
 
 def test_figures_of_restless_runs_are_called_rough() -> None:
     restless = report(measured({"plain": [10, 20, 10], "fast": [20, 60, 20]}))
-    # Ratios run by run: 2, 3 and 2.
+    # The runs' ratios are 2, 3 and 2.
     assert restless["rough"] == (
         "The figures are rough: a decoder's runs on the same prompt differ by 50%."
     )

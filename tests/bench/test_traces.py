@@ -1,4 +1,4 @@
-"""Reading traces and chat logs, and rendering them."""
+"""Reading and rendering traces and chat logs."""
 
 import json
 import tracemalloc

@@ -1,4 +1,4 @@
-"""Model directories for the command line, made once."""
+"""Fixtures of the command-line tests: model directories and an empty user environment."""
 
 from pathlib import Path
 
@@ -17,10 +17,10 @@ HOSTILE = (
 
 @pytest.fixture
 def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user who has set nothing and measured nothing, in an empty working directory.
+    """Run as a user without settings or measurements, in an empty working directory.
 
     Returns:
-        where that is, beside the directories "config" and "cache", which are not there yet.
+        the working directory; its siblings "config" and "cache" do not exist yet.
     """
     for kind in ("config", "cache"):
         monkeypatch.setenv(f"MLXSPEC_{kind.upper()}_DIR", str(tmp_path / kind))
@@ -31,13 +31,13 @@ def nothing_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that says "one two three four" over and over, a line each."""
+    """A model that repeats the line "one two three four" without end."""
     return write_scripted_model(tmp_path_factory.mktemp("cli") / "endless", ROUND)
 
 
 @pytest.fixture(scope="session")
 def finite(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model without a chat template that says "one two three four" once."""
+    """A model without a chat template that generates "one two three four" once."""
     directory = tmp_path_factory.mktemp("cli") / "finite"
     return write_scripted_model(directory, ROUND, ends=True, template=False)
 
@@ -50,7 +50,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As ``finite``, and with a trained head in its folder, which is always right."""
+    """Like ``finite``, with a trained head in its folder that is always right."""
     directory = tmp_path_factory.mktemp("cli") / "headed"
     write_scripted_model(directory, ROUND, ends=True, template=False)
     write_scripted_head(directory / "head", directory)
@@ -59,7 +59,7 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def heads_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows cost next to nothing, and heads take no time, whatever the machine is busy with."""
+    """Make rows nearly free and heads take no time, however busy the machine is."""
     costs = given_costs(FLAT)
     monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: costs)
     monkeypatch.setattr("mlxspec.engine.heads.TrainedHead._timed", lambda *_: 1e-5)

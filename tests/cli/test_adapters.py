@@ -1,4 +1,4 @@
-"""``--adapter-path``: what adapters change, and what must not be mixed up with what has none."""
+"""``--adapter-path``: adapters change the output and must not share caches with the base model."""
 
 from __future__ import annotations
 
@@ -106,17 +106,17 @@ def test_what_measures_a_model_measures_it_with_them(
     loaded: list[object] = []
 
     def load_and_stop(name: object, **options: object) -> None:
-        loaded.append(options["adapter_path"])
+        loaded.append(options["adapters"])
         raise KeyboardInterrupt
 
     for module in ("model", "heads.loading"):
-        monkeypatch.setattr(f"mlxspec.models.{module}.load", load_and_stop)
+        monkeypatch.setattr(f"mlxspec.models.{module}.load_parts", load_and_stop)
     run(calibrate_command, "demo", "--adapter-path", lora)
     run(calibrate_command, "demo", "--adapter-path", lora, "--show")
     run(bench_command, "demo", "--adapter-path", lora)
     run(serve_command, "--model", "demo", "--adapter-path", lora, "--port", 0)
     run(inspect_command, "demo", "--adapter-path", lora)
-    assert loaded == [str(lora)] * 5
+    assert loaded == [lora] * 5
 
 
 @pytest.mark.slow

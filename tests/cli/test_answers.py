@@ -1,4 +1,4 @@
-"""``mlxspec generate --prompts`` as a user calls it: a result for each line, in their order."""
+"""``mlxspec generate --prompts`` as a user calls it: one result per line, in order."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mlxspec.generation.response import GenerationResponse, GenerationResult, Sp
 from tests.cli.test_generate import LINE, assert_one_line_error, generate, report
 
 IDS: list[Any] = [{"prompt": [last]} for last in (3, 4, 5, 6, 7)]
-"""Prompts of one token, each of which is followed by another one."""
+"""One-token prompts, each followed by another token."""
 
 
 def write(path: Path, lines: Sequence[Any]) -> Path:
-    """A file of prompts; bytes are a line as it is."""
+    """Write a file of prompts; bytes are written unchanged as a line."""
     encoded = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
     path.write_bytes(b"".join(line + b"\n" for line in encoded))
     return path
@@ -67,7 +67,7 @@ def test_each_answer_is_that_of_its_prompt_alone(
     for one, asked, length in zip(results(found), IDS, lengths, strict=True):
         (last,) = asked["prompt"]
         alone = report(*options, "--prompt-ids", last, "--max-tokens", length)
-        # What is measured differs; a result has no step times, and a place.
+        # Measured values differ. A result has no step times, and it has an index.
         assert alone.keys() - one.keys() == {"step_times"}
         assert one.keys() - alone.keys() == {"index", "id"}
         same = ("model", "text", "tokens", "finish_reason", "prompt_tokens", "generation_tokens")
@@ -135,7 +135,7 @@ def test_a_broken_line_costs_no_other(endless: Path, prompts: Path) -> None:
     expected = [
         "line 2: not JSON with a prompt: write",
         'line 4: it needs "prompt" or "messages", not both, and not empty: write',
-        "line 5: the prompt holds the id 99: pass ids from 0 to 63",
+        "line 5: the prompt contains the id 99: pass ids from 0 to 63",
         "line 6: top_p is 7: choose a value between 0 and 1",
         "line 7: the stop token 'nothing like it' is not a token of the model: give",
         "line 8: not JSON with a prompt: write",
@@ -146,7 +146,7 @@ def test_a_broken_line_costs_no_other(endless: Path, prompts: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
@@ -160,17 +160,19 @@ def test_a_broken_line_costs_no_other(endless: Path, prompts: Path) -> None:
     ids=str,
 )
 def test_a_wrong_option_of_a_line_is_named(
-    endless: Path, prompts: Path, line: dict[str, Any], told: str
+    endless: Path, prompts: Path, line: dict[str, Any], message: str
 ) -> None:
     result = generate("--model", endless, "--prompts", write(prompts, [line]))
     (found,) = results(result)
     assert found["error"].startswith("line 1: ")
-    assert told in found["error"]
+    assert message in found["error"]
     assert "Error: 1 prompt could not be answered" in result.stderr
 
 
 @pytest.mark.slow
-def test_what_a_template_does_not_take_is_told(endless: Path, finite: Path, prompts: Path) -> None:
+def test_what_a_template_does_not_take_is_an_error(
+    endless: Path, finite: Path, prompts: Path
+) -> None:
     lines = [{"messages": [{"role": "user", "content": "a"}]}, {"prompt": [3]}]
 
     def errors(model: Path, *how: str) -> list[str | None]:
@@ -243,7 +245,7 @@ def test_ctrl_c_writes_what_there_is(
     assert found[0]["prompt_tokens"] == 1
     assert found[1]["text"] == LINE
     assert "interrupted" in result.stderr
-    assert len(found) == 4  # the last line was not begun
+    assert len(found) == 4  # the last line was not started
 
 
 def test_a_fault_in_one_generation_costs_no_other(
@@ -295,7 +297,7 @@ def test_a_wrong_use_is_one_line_before_any_model_is_loaded(
         (("--stop-token", "nothing like it"), "nothing like it"),
     ],
 )
-def test_an_option_that_fits_no_line_is_told_once(
+def test_an_option_that_fits_no_line_is_reported_once(
     finite: Path, prompts: Path, options: tuple[str, ...], named: str
 ) -> None:
     assert_one_line_error(

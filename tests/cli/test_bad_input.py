@@ -1,4 +1,4 @@
-"""Whatever is wrong with an input: one line that names it, and an exit status that is not 0."""
+"""Every bad input gives one line that names it and a non-zero exit status."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Called = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Called:
-    """Runs the command as a process does; its exit status and what it told."""
+    """Runs the command as a process does; returns its exit status and its error output."""
 
     def called(*arguments: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["mlxspec", *map(str, arguments)])
@@ -42,7 +42,7 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "error"),
     [
         (
             ("genrate",),
@@ -71,8 +71,8 @@ def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
         ),
     ],
 )
-def test_a_wrong_use_is_one_line_and_status_2(called: Called, arguments: tuple, told: str) -> None:
-    assert called(*arguments) == (2, told)
+def test_a_wrong_use_is_one_line_and_status_2(called: Called, arguments: tuple, error: str) -> None:
+    assert called(*arguments) == (2, error)
 
 
 def test_an_interrupted_question_ends_its_line(
@@ -80,7 +80,7 @@ def test_an_interrupted_question_ends_its_line(
 ) -> None:
     @click.command()
     def asks() -> None:
-        raise click.Abort  # as click.confirm at Ctrl-C
+        raise click.Abort  # like click.confirm at Ctrl-C
 
     monkeypatch.setattr(sys, "argv", ["asks"])
     with pytest.raises(SystemExit, match="130"):
@@ -103,11 +103,11 @@ def test_a_file_that_the_system_refuses_is_named_with_the_reason(
     called: Called, arguments: tuple, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    status, told = called(*arguments)
+    status, error = called(*arguments)
     assert status == 1
-    assert told.removeprefix("Error: ").startswith(LONG)
-    assert "File name too long" in told
-    assert told.count("\n") == 1
+    assert error.removeprefix("Error: ").startswith(LONG)
+    assert "File name too long" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -164,18 +164,18 @@ def test_an_error_is_not_preceded_by_the_note_on_the_demo_model(
     ids = ("--prompt-ids", "999999", "--decoder", "plain")
     result = CliRunner().invoke(main, ["generate", *ids])
     assert result.exit_code == 1
-    assert result.stderr.startswith("Error: the prompt holds the id 999999")
+    assert result.stderr.startswith("Error: the prompt contains the id 999999")
     assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["--stop", "--stop-token", "--prompt", "--logit-bias"])
 def test_a_text_that_is_not_utf8_is_refused(called: Called, option: str) -> None:
     arguments = () if option == "--prompt" else PROMPT
-    status, told = called("generate", *arguments, option, os.fsdecode(b"caf\xe9"))
+    status, error = called("generate", *arguments, option, os.fsdecode(b"caf\xe9"))
     assert status
-    assert told.startswith("Error: ")
-    assert option in told
-    assert told.count("\n") == 1
+    assert error.startswith("Error: ")
+    assert option in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -191,9 +191,9 @@ def test_a_text_that_is_not_utf8_is_refused(called: Called, option: str) -> None
 def test_a_number_that_is_too_small_is_named(
     called: Called, command: str, option: str, least: int
 ) -> None:
-    status, told = called(command, option, str(least - 1))
+    status, error = called(command, option, str(least - 1))
     assert status
-    assert told == (
+    assert error == (
         f"Error: Invalid value for '{option}': {least - 1} is not in the range x>={least} "
         f"(mlxspec {command} --help)\n"
     )
@@ -216,10 +216,10 @@ HUGE = 10**25
     ids=lambda arguments: f"{arguments[0]} {str(arguments[1])[:20]}",
 )
 def test_a_size_or_form_that_cannot_be_is_one_short_line(called: Called, arguments: tuple) -> None:
-    status, told = called("generate", *PROMPT, *arguments)
+    status, error = called("generate", *PROMPT, *arguments)
     assert status
-    assert told.startswith("Error: ")
-    assert (told.count("\n"), len(told) < 1200) == (1, True)
+    assert error.startswith("Error: ")
+    assert (error.count("\n"), len(error) < 1200) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -263,13 +263,13 @@ def test_a_name_that_is_no_module_is_one_line(called: Called, module: str) -> No
     ids=lambda arguments: arguments[-2][:20] if len(arguments) > 1 else "command",
 )
 def test_a_message_repeats_a_bounded_part_of_its_input(called: Called, arguments: tuple) -> None:
-    status, told = called(*arguments)
+    status, error = called(*arguments)
     assert status
-    assert told.startswith("Error: ")
-    assert len(told) < 1200
+    assert error.startswith("Error: ")
+    assert len(error) < 1200
 
 
-ODD = "m\x1b]0;x\x07\u200b"  # mlx-lm reads no directory with a bracket in its name
+ODD = "m\x1b]0;x\x07\u200b"  # mlx-lm cannot read directories with a bracket in their name
 
 
 def test_names_reach_no_terminal_as_they_are(

@@ -68,7 +68,7 @@ def test_html_is_written_beside_the_table(endless: Path, prompts: Path, tmp_path
 
 
 def liar(model: object, tokenizer: object) -> Stream:
-    """Ends one token too early."""
+    """A backend that ends one token too early."""
     plain = BACKENDS[PLAIN](model, tokenizer)  # type: ignore[arg-type]
 
     def stream(prompt: list[int], *, max_tokens: int, **options: object) -> Iterator[object]:
@@ -77,7 +77,7 @@ def liar(model: object, tokenizer: object) -> Stream:
     return stream  # type: ignore[return-value]
 
 
-def test_a_wrong_output_is_told_and_gets_no_speedup(
+def test_a_wrong_output_is_reported_and_gets_no_speedup(
     endless: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(BACKENDS, "liar", liar)
@@ -99,7 +99,7 @@ def test_ctrl_c_shows_what_is_known(
 ) -> None:
     def stopped(model: object, tokenizer: object) -> Stream:
         plain = BACKENDS[PLAIN](model, tokenizer)  # type: ignore[arg-type]
-        answers = iter(range(2))  # one to warm up, and the first prompt's
+        answers = iter(range(2))  # one for the warm-up and one for the first prompt
 
         def stream(prompt: list[int], **options: object) -> Iterator[object]:
             if next(answers, None) is None:
@@ -196,8 +196,8 @@ def test_a_head_takes_part_with_auto_which_is_measured_without_it_too(
     report = json.loads(bench(headed, *options, "--no-head").stdout)
     assert "head" not in report["model"]
     assert list(report["decoders"]) == ["plain", "auto", "prompt-lookup"]
-    told = bench(headed, "--prompts", prompts, *QUICK, "--decoder", "auto").stdout
-    assert "float32, with a trained head, DSpark" in told
+    output = bench(headed, "--prompts", prompts, *QUICK, "--decoder", "auto").stdout
+    assert "float32, with a trained head, DSpark" in output
 
 
 def test_help_names_every_decoder():

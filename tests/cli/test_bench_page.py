@@ -1,4 +1,4 @@
-"""The page of ``mlxspec bench``: what it shows, and that it needs nothing else."""
+"""The HTML page of ``mlxspec bench``: its content, and that it is self-contained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def bench_page(report: Report) -> str:
 
 
 class Page(HTMLParser):
-    """The elements, attributes and text of a page, as a browser would understand it."""
+    """The elements, attributes and text of a page, as a browser parses it."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -42,5 +42,5 @@ def test_a_page_needs_nothing_but_itself_and_runs_nothing() -> None:
     assert {"src", "href", "srcset", "action", "data", "onerror"}.isdisjoint(names)
     assert "url(" not in html
     assert "@import" not in html
-    # Whatever a category is called, it is there to be read, letter by letter.
+    # The page shows every category's name unchanged.
     assert HOSTILE in page.text

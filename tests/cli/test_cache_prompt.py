@@ -1,4 +1,4 @@
-"""``mlxspec cache-prompt``, and generating from its files and from mlx-lm's."""
+"""``mlxspec cache-prompt``, and generating from its files and mlx-lm's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def generated(file: Path, *arguments: object) -> dict:
 def of_mlx_lm(
     main: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, *arguments: object
 ) -> str:
-    """What a command of mlx-lm's prints."""
+    """Return the output of an mlx-lm command."""
     monkeypatch.setattr(sys, "argv", ["mlx_lm", *map(str, arguments)])
     capsys.readouterr()
     main()
@@ -71,7 +71,7 @@ def test_files_go_both_ways_between_the_commands(
     assert texts[0] == texts[1] != ""
     own, foreign = generated(ours), generated(theirs)
     assert own["text"] == foreign["text"] == texts[0].removeprefix(" ")
-    # Ours says what it holds, so that drafts are taken from the cached text as well.
+    # Our files list their tokens, so drafts come from the cached text as well.
     assert own["prompt_tokens"] > foreign["prompt_tokens"]
     assert own["stats"]["steps"] <= foreign["stats"]["steps"]
 
@@ -119,7 +119,9 @@ def test_wrong_files_and_models_are_one_line(
     assert re.search(error, result.stderr)
 
 
-def test_a_place_that_cannot_be_written_is_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_an_error_before_the_model_is_loaded(
+    tmp_path: Path,
+) -> None:
     options = (
         "--model",
         "owner/none",
@@ -173,7 +175,7 @@ def test_a_name_that_generate_would_not_find_is_refused(tmp_path: Path, name: st
 
 
 def made_by(model: str, file: Path) -> Path:
-    """A file that says that this model made it."""
+    """Write a cache file with this model's name."""
     cached(file)
     arrays, metadata = mx.load(str(file), return_metadata=True)
     mx.save_safetensors(str(file), arrays, {**metadata, "0.model": model})
@@ -185,8 +187,8 @@ def test_the_model_that_a_file_names_is_not_loaded_unasked(tmp_path: Path, model
     file = made_by(model, tmp_path / "c.safetensors")
     result = run(generate_command, "--prompt-cache-file", file, "--prompt", END)
     assert result.exit_code == 1
-    told = r"Error: .+ was made with --model .{1,200}: give the same here\n"
-    assert re.fullmatch(told, result.stderr)
+    expected = r"Error: .+ was made with --model .{1,200}: give the same here\n"
+    assert re.fullmatch(expected, result.stderr)
     assert "\x1b" not in result.stderr
 
 

@@ -1,4 +1,4 @@
-"""``mlxspec calibrate`` on a model whose times are given."""
+"""``mlxspec calibrate`` on a model with fixed times."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The contexts of the measurements from now on, each with the result TIMES."""
+    """Records the contexts of measurements, which all return TIMES."""
     contexts: list[int] = []
 
     def calibrate(model, plan, *, context, sequences, name, on_progress):
@@ -52,7 +52,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def calibrate(*arguments: object, columns: int | None = None) -> Result:
-    """What the command shows at a width, or into a pipe, where no line is broken."""
+    """Return the command's output at a width, or into a pipe, where lines do not wrap."""
     width = str(columns) if columns else None
     return CliRunner(env={"COLUMNS": width}).invoke(calibrate_command, list(map(str, arguments)))
 
@@ -68,10 +68,10 @@ def test_table_and_plot_fit_the_width(endless: Path, measurements: list[int], co
     bars = ["".join(re.findall("[█▏▎▍▌▋▊▉]", line)) for line in lines]
     assert len({bar for bar in bars if bar}) >= (2 if columns > 40 else 1)
     table = [re.sub("[█▏▎▍▌▋▊▉]", "", line).split() for line in lines]
-    # The square root of 0.08² and the least error of T(1), 1.96 times 0.02, squared; and so on.
+    # √(0.08² + (1.96 × 0.02)²), where 0.02 is the smallest error of T(1); and so on.
     assert ["1", "25.00", "1.00", "–"] in table
     assert ["8", "67.00", "2.68", "9%"] in table
-    if columns > 40:  # where cells are folded
+    if columns > 40:  # where cells wrap
         assert ["64", "1300.00", "52.00", "40%"] in table
 
 
@@ -135,7 +135,7 @@ def test_steps_of_several_sequences_are_kept_beside_the_others(
 def test_nothing_known_is_said(endless: Path, finite: Path, measurements: list[int]):
     assert calibrate("--show").stdout.startswith("No step times are known yet")
     calibrate(endless)
-    result = calibrate(finite, "--show")  # another end of its script, but of one shape
+    result = calibrate(finite, "--show")  # the same shape with another end of its script
     assert "64" in result.stdout
     assert json.loads(calibrate("--show", "--context", 99999, "--json").stdout) == {"curves": []}
 
@@ -212,7 +212,9 @@ def test_noise_is_not_kept_and_what_was_known_stays(
     assert calibrate("--show").stdout == before
 
 
-def test_models_of_one_name_are_told_apart(endless: Path, tmp_path: Path, measurements: list[int]):
+def test_models_of_one_name_are_distinguished(
+    endless: Path, tmp_path: Path, measurements: list[int]
+):
     other = tmp_path / endless.name
     shutil.copytree(endless, other)
     config = json.loads((other / "config.json").read_text())

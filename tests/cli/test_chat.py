@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 LINE = "one two three four\n"
 PROMPT = ">\x08"
-"""What prompt_toolkit writes once it waits for keys."""
+"""Written by prompt_toolkit once it waits for keys."""
 
 
 def chat(*arguments: object, stdin: str | bytes) -> Result:
@@ -156,7 +156,7 @@ def test_messages_of_several_lines(
 
 
 class Terminal(Window):
-    """A terminal with a keyboard, which is read piece by piece."""
+    """A terminal with a keyboard, whose output can be read incrementally."""
 
     def __init__(self, columns: int) -> None:
         super().__init__(columns)
@@ -166,7 +166,7 @@ class Terminal(Window):
         os.write(self._master, text.encode())
 
     def read(self, until: str | None = None) -> str:
-        """What comes up to a text and with it; the next call goes on behind it."""
+        """Return new output up to the end of ``until``; the next call continues after it."""
         while until and until not in self._unread:
             ready = select([self._master], [], [], 60)[0]
             assert ready, f"{until!r} does not come after {self._unread!r}"
@@ -177,7 +177,7 @@ class Terminal(Window):
         return shown + until
 
     def shown(self, until: str) -> str:
-        """As :meth:`read`, without what sets colours, cursor and modes."""
+        """Like :meth:`read`, without escape sequences for colours, cursor and modes."""
         return plain(self.read(until))
 
 
@@ -204,13 +204,13 @@ def start(
 
 @pytest.fixture
 def data(tmp_path: Path) -> dict[str, str]:
-    """An environment with a data directory of its own, whose user knows of the memory."""
+    """An environment with its own data directory, whose user has seen the hint about answers."""
     (tmp_path / "data" / "memory").mkdir(parents=True)
     return {"MLXSPEC_DATA_DIR": str(tmp_path / "data")}
 
 
 def history(data: dict[str, str]) -> list[str]:
-    """What is kept, the oldest first."""
+    """Return the saved answers, the oldest first."""
     path = Path(data["MLXSPEC_DATA_DIR"], "chat_history")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     return list(FileHistory(path).load_history_strings())[::-1]
@@ -228,7 +228,7 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_and_twice_leaves(endless: Path, wi
             process.send_signal(signal.SIGINT)
             assert "\x1b[1" not in window.read(until="stopped")
             window.read(until=PROMPT)
-        window.type("never sent\x03\x03")  # the first clears the line
+        window.type("never sent\x03\x03")  # the first press clears the line
         assert "Press Ctrl-C again or Ctrl-D to leave." in " ".join(
             window.shown(until="leave.").split()
         )
@@ -247,7 +247,7 @@ def test_pasted_lines_are_one_message_as_they_are_and_kept_for_the_next_chat(
         window.type(f"\x1b[200~{code.replace(chr(10), chr(13))}\x1b[201~\r")
         assert LINE in window.shown(until="reused")
         window.read(until=PROMPT)
-        window.type("second\x1b\rthird\x0afourth\r")  # new lines by two ways
+        window.type("second\x1b\rthird\x0afourth\r")  # two ways to enter a new line
         window.read(until="reused")
         window.read(until=PROMPT)
         window.type('"""\rone\r\r  two"""\r')
@@ -265,7 +265,7 @@ def test_pasted_lines_are_one_message_as_they_are_and_kept_for_the_next_chat(
     with Terminal(columns=80) as window:
         process = start(endless, window.terminal, max_tokens=5, **data)
         window.read(until=PROMPT)
-        window.type("\x10\x10\r")  # up, to the message before the command
+        window.type("\x10\x10\r")  # back to the message before the command
         window.read(until="reused")
         window.read(until=PROMPT)
         window.type(f"/save {tmp_path / 'again.json'}\r")

@@ -1,4 +1,4 @@
-"""What is a command in a chat, and what is a message."""
+"""Telling commands in a chat from messages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_command(text: str, spelling: str, argument: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("/hlep", "did you mean /help?"),
         ("/hlep me", "did you mean /help?"),
@@ -60,10 +60,10 @@ def test_a_command(text: str, spelling: str, argument: str) -> None:
         ("/save", "write it as /save FILE"),
     ],
 )
-def test_what_is_neither_is_told_and_what_helps(text: str, told: str) -> None:
+def test_an_unknown_command_is_reported_with_a_suggestion(text: str, message: str) -> None:
     with pytest.raises(OptionError) as error:
         command_in(text)
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 

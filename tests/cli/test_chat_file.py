@@ -1,4 +1,4 @@
-"""Saved chats: what others read in them, and what is never overwritten."""
+"""Saved chats: their format for other programs, and files that are never overwritten."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_what_other_programs_write_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"no json", "Expecting value"),
         (b"\xff", "can't decode byte"),
@@ -95,11 +95,11 @@ def test_what_other_programs_write_is_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_saved_chat_is_one_line(tmp_path: Path, content: bytes, told: str) -> None:
+def test_what_is_no_saved_chat_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(FileError) as error:
         read_chat(path)
     assert str(error.value).startswith(f"{path}: is not a saved chat (")
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)

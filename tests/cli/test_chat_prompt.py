@@ -1,4 +1,4 @@
-"""What a terminal's user has typed before, and what is completed."""
+"""History and completion of a chat's input at a terminal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_messages_are_kept_privately_beside_the_memory_and_come_back(
 
 
 @pytest.mark.parametrize("kind", ["a directory", "below a file"])
-def test_what_cannot_be_kept_is_told_once_and_stays_for_this_chat(
+def test_history_that_cannot_be_saved_is_reported_once_and_kept_for_this_chat(
     tmp_path: Path,
     kind: str,
     capsys: pytest.CaptureFixture[str],
@@ -54,10 +54,10 @@ def test_what_cannot_be_kept_is_told_once_and_stays_for_this_chat(
         (tmp_path / "file").write_text("precious")
         monkeypatch.setenv("MLXSPEC_DATA_DIR", str(tmp_path / "file"))
     type_in("typed", "typed again")
-    told = capsys.readouterr().err
-    assert told.startswith(f"Note: {tmp_path}")
-    assert told.endswith("messages are not kept for the next chat\n")
-    assert told.count("\n") == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"Note: {tmp_path}")
+    assert shown.endswith("messages are not kept for the next chat\n")
+    assert shown.count("\n") == 1
 
 
 def test_a_line_typed_before_the_prompt_appears_is_a_message(

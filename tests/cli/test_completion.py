@@ -1,4 +1,4 @@
-"""``mlxspec completion``, and what a shell is told by it."""
+"""``mlxspec completion`` and the completions that shells get."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ from mlxspec.cli.main import main
 
 @pytest.fixture(autouse=True)
 def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An alias, and a cache of the Hub with a model, a GGUF, and a name that is none."""
+    """An alias, and a Hub cache with a model, a GGUF file and an invalid name."""
     monkeypatch.setenv("MLXSPEC_CONFIG_DIR", str(tmp_path))
     (tmp_path / "config.toml").write_text("[alias]\nfast = 'owner/model'\n")
     for name, file in (
@@ -33,7 +33,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def completed(*words: str) -> list[str]:
-    """What stands for the last word, without directories and files."""
+    """Return completions of the last word, without directories and files."""
     found = BashComplete(main, {}, "mlxspec", "_MLXSPEC_COMPLETE").get_completions(
         [*words[:-1]], words[-1]
     )
@@ -97,7 +97,7 @@ def test_in_bash_a_model_is_completed_without_mlx(tmp_path: Path):
     program.chmod(0o700)
     script = CliRunner().invoke(main, ["completion", "bash"], prog_name="mlxspec").stdout
     asked = (
-        "compopt() { :; }\n"  # is for the line that is being edited, and there is none
+        "compopt() { :; }\n"  # needs a line that is being edited, and there is none
         "COMP_WORDS=(mlxspec generate -m own) COMP_CWORD=3\n"
         '_mlxspec_completion mlxspec; echo "${COMPREPLY[@]}"\n'
     )

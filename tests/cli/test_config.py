@@ -1,4 +1,4 @@
-"""``mlxspec config``, and what the other commands make of it."""
+"""``mlxspec config`` and its effect on the other commands."""
 
 import errno
 import json
@@ -19,11 +19,11 @@ ROOT = Path(mlxspec.__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def file(nothing_set: Path) -> Path:
-    """The user's file, which is not there yet; the working directory is empty."""
+    """The path of the user's settings, which do not exist yet; the working directory is empty."""
     return nothing_set.parent / "config" / "config.toml"
 
 
-def test_a_read_only_place_is_told_in_the_same_words_by_all_commands(
+def test_all_commands_report_a_read_only_place_in_the_same_words(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def read_only(*_: object, **__: object) -> None:
@@ -32,15 +32,15 @@ def test_a_read_only_place_is_told_in_the_same_words_by_all_commands(
     monkeypatch.setenv("MLXSPEC_DATA_DIR", str(file.parent / "data"))
     with monkeypatch.context() as patched:
         patched.setattr(Path, "mkdir", read_only)
-        told = [run(*asked).stderr for asked in (("config", "set", "temp", "1"), ("memory", "on"))]
+        shown = [run(*asked).stderr for asked in (("config", "set", "temp", "1"), ("memory", "on"))]
     file.parent.mkdir(parents=True)
     with monkeypatch.context() as patched:
         patched.setattr("os.access", lambda *_: False)
         patched.setattr("os.statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
-        told.append(run("config", "set", "temp", "1").stderr)
+        shown.append(run("config", "set", "temp", "1").stderr)
     how, name = "cannot be written (Read-only file system);", "name another file\n"
     memory = file.parent / "data" / "memory" / "settings.json"
-    assert told == [
+    assert shown == [
         f"Error: {file}: {how} {name}",
         f"Error: {memory}: {how} set MLXSPEC_DATA_DIR to another directory\n",
         f"Error: {file}: {how} {name}",
@@ -92,7 +92,7 @@ def test_comments_stay_and_a_directory_is_found_from_everywhere(file: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (("set", "modle", "x"), "unknown setting 'modle': give one of model, max-tokens,"),
         (("set", "alias", "x"), "unknown setting 'alias'"),
@@ -107,13 +107,13 @@ def test_comments_stay_and_a_directory_is_found_from_everywhere(file: Path, tmp_
         (("set", "alias.", REPOSITORY), "alias.: use only letters"),
     ],
 )
-def test_what_cannot_be_set_is_one_line(arguments: tuple[str, ...], told: str, file: Path):
+def test_what_cannot_be_set_is_one_line(arguments: tuple[str, ...], expected: str, file: Path):
     run("config", "set", "alias.a", "demo")
     before = file.read_text()
     result = run("config", *arguments)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("Error: ")
-    assert told.strip() in result.stderr
+    assert expected.strip() in result.stderr
     assert result.stderr.count("\n") == 1
     assert file.read_text() == before
 
@@ -134,7 +134,7 @@ def test_an_alias_of_another_one_stands_for_its_model():
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "expected"),
     [
         (b"model = \n", "Invalid value"),
         (b"\xff\xfe", "can't decode byte"),
@@ -144,7 +144,7 @@ def test_an_alias_of_another_one_stands_for_its_model():
         (b"[alias]\n'a/b' = 'demo'\n", "alias.a/b: use only letters"),
     ],
 )
-def test_a_broken_file_is_one_line_that_names_it(content: bytes, told: str, file: Path):
+def test_a_broken_file_is_one_line_that_names_it(content: bytes, expected: str, file: Path):
     file.parent.mkdir()
     file.write_bytes(content)
     for arguments in (
@@ -155,10 +155,10 @@ def test_a_broken_file_is_one_line_that_names_it(content: bytes, told: str, file
         ("inspect", "demo"),
     ):
         result = run(*arguments)
-        message = result.stderr or str(result.exception)  # a type's, which run_command tells
+        message = result.stderr or str(result.exception)  # run_command would print it
         assert result.exit_code == 1
         assert str(file) in message
-        assert told in message
+        assert expected in message
     assert file.read_bytes() == content
     assert run("generate", "--help").exit_code == 0
 
@@ -171,7 +171,7 @@ def test_a_file_that_cannot_be_read(file: Path):
 def generated(*options: object) -> dict:
     result = run("generate", "--prompt", "Say a b c.", "--json", *options)
     assert result.exit_code == 0, result.stderr
-    return json.loads(result.stdout) | {"told": result.stderr}
+    return json.loads(result.stdout) | {"stderr": result.stderr}
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_defaults_of_options_are_what_is_set(endless: Path):
     assert len(generated("--max-tokens", 5)["tokens"]) == 5
     assert "[default: 3]" in run("generate", "--help").stdout
     assert "[default: 250;" in run("bench", "--help").stdout  # a measurement stays the same
-    # Greedy, the model says one thing; at a great temperature anything.
+    # Greedy decoding always gives the same output; a high temperature gives any.
     greedy = generated("--max-tokens", 40, "--seed", 1)
     run("config", "set", "temp", "1000")
     assert generated("--max-tokens", 40, "--seed", 1)["text"] != greedy["text"]

@@ -1,4 +1,4 @@
-"""``mlxspec connect``: each client's files say what its documentation asks for."""
+"""``mlxspec connect``: the settings that each client's documentation asks for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class _Models(BaseHTTPRequestHandler):
-    """Says which models there are, to who has the key if there is one."""
+    """Lists models, to clients with the key if there is one."""
 
     answer: bytes = b""
     key: str | None = None
@@ -59,7 +59,7 @@ class _Models(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
-    """Starts a server with these models; gives its address."""
+    """Starts a server with these models; returns its address."""
     servers = []
 
     def serve(answer: Any = MODELS, key: str | None = None) -> str:
@@ -285,10 +285,10 @@ def test_a_key_comes_and_goes(
     during = texts()
     monkeypatch.delenv(API_KEY)
     written(address, client)
-    if client == "claude-code":  # which obeys a token before the helper
+    if client == "claude-code":  # for which a token takes precedence over the helper
         assert "apiKeyHelper" in json.loads(during["mlxspec.json"])
         assert "ANTHROPIC_AUTH_TOKEN" not in during["mlxspec.json"]
-    if client != "opencode":  # which has no use for it, and keeps it
+    if client != "opencode":  # which keeps it without using it
         for name, text in texts().items():
             assert sorted(text.replace(",", "").split()) == sorted(
                 before[name].replace(",", "").split()
@@ -378,7 +378,7 @@ def test_a_second_time_changes_nothing(client: str, home: Path, serve: Callable[
     written(address, client)
 
     def state() -> dict[Path, tuple[int, int, int]]:
-        """The file behind each path and when it was written last; reading may change st_atime."""
+        """Return each path's file and modification time. Reading may change st_atime."""
         found = {path: path.stat() for path in home.rglob("*")}
         return {path: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in found.items()}
 
@@ -403,7 +403,7 @@ def test_what_others_have_stays(home: Path, serve: Callable[..., str]) -> None:
     assert settings["provider"].pop("mlxspec")
     assert settings == theirs
     removed = [line for line in lines if line.startswith("-") and not line.startswith("---")]
-    # A comma at the end of what was last, and lists, which are written over several lines.
+    # A trailing comma, and lists over several lines.
     assert len(removed) <= 3
 
 
@@ -429,7 +429,7 @@ def test_a_file_that_would_lose_something_is_left_alone(
     assert result.exit_code == 1
     assert result.stderr.count("\n") == 1
     assert str(path) in result.stderr
-    assert result.stdout == connect(client, "--server", address).stdout  # what to put there
+    assert result.stdout == connect(client, "--server", address).stdout  # what to write there
     assert path.read_text() == text
     assert [one for one in home.rglob("*") if one.is_file()] == [path]
 
@@ -475,7 +475,7 @@ def test_what_is_to_be_copied_is_not_broken(home: Path, serve: Callable[..., str
     assert f"\x1b[1mclaude --settings {home}/.claude/mlxspec.json\x1b[0m" in colored
 
 
-# --- what may be wrong ---
+# --- errors ---
 
 
 def test_without_a_client_they_are_listed() -> None:
@@ -495,7 +495,7 @@ def test_without_a_client_they_are_listed() -> None:
         ("zed", "--server", "http://127.0.0.1:1/\n"),
     ],
 )
-def test_a_wrong_use_is_told_of(arguments: tuple[str, ...], home: Path) -> None:
+def test_a_wrong_use_is_an_error(arguments: tuple[str, ...], home: Path) -> None:
     result = connect(*arguments)
     assert result.exit_code in (1, 2)
     assert result.stderr.splitlines()[-1].startswith("Error: ")
@@ -519,7 +519,7 @@ def test_without_a_server_one_line_says_how_to_start_one() -> None:
 
 
 @pytest.mark.parametrize("answer", [[], {}, None, [{}], ["x"], 5])
-def test_a_server_that_is_not_ours_is_told_of(answer: Any, serve: Callable[..., str]) -> None:
+def test_a_server_that_is_not_ours_is_an_error(answer: Any, serve: Callable[..., str]) -> None:
     result = connect("zed", "--server", serve(answer))
     assert result.exit_code == 1
     assert "or start one with 'mlxspec serve'" in result.stderr

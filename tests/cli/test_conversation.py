@@ -1,4 +1,4 @@
-"""Each answer of a conversation is what mlx-lm answers to the whole of it."""
+"""Each answer in a conversation equals mlx-lm's answer to the whole conversation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ QUESTIONS = [
 
 
 class Model:
-    """A decoder as a chat's model."""
+    """A chat's model made from a decoder."""
 
     name = "tested"
 
@@ -42,7 +42,7 @@ class Model:
         self.decoder = decoder
         self.context_length = context_length
         self.session = Session()
-        self.reused: list[int] = []  # tokens of each prompt that were in the cache
+        self.reused: list[int] = []  # cached tokens of each prompt
         self.taken: int | None = None  # responses before Ctrl-C
 
     def tokenize(self, messages: list[dict[str, Any]]) -> list[int]:
@@ -117,11 +117,11 @@ def test_answers_are_those_of_the_whole_conversation(
     decoder: PromptLookupDecoder, system_prompt: str | None
 ) -> None:
     conversation = conversation_with(decoder, system_prompt=system_prompt)
-    told = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     for question in QUESTIONS:
-        told.append({"role": "user", "content": question})
-        assert ask(conversation, question) == answered_by_mlx_lm(decoder, told)
-        told.append(conversation.messages[-1])
+        messages.append({"role": "user", "content": question})
+        assert ask(conversation, question) == answered_by_mlx_lm(decoder, messages)
+        messages.append(conversation.messages[-1])
     assert len(conversation.model.session.tokens) > 60
 
 
@@ -160,8 +160,8 @@ def test_what_was_said_before_an_interrupt_stays(decoder: PromptLookupDecoder) -
     conversation = conversation_with(decoder)
     said = ask(conversation, QUESTIONS[0], taken=6)
     assert [message["content"] for message in conversation.messages] == [QUESTIONS[0], said]
-    told = [*conversation.messages, {"role": "user", "content": "And once more."}]
-    assert ask(conversation, "And once more.") == answered_by_mlx_lm(decoder, told)
+    messages = [*conversation.messages, {"role": "user", "content": "And once more."}]
+    assert ask(conversation, "And once more.") == answered_by_mlx_lm(decoder, messages)
 
 
 def test_a_message_that_nothing_was_said_to_has_no_answer(decoder: PromptLookupDecoder) -> None:
@@ -181,20 +181,20 @@ def test_after_undo_retry_and_load_answers_are_those_of_a_fresh_conversation(
     reused = len(conversation.model.session.tokens)
     assert conversation.undo() == QUESTIONS[2]
     assert conversation.undo() == QUESTIONS[1]
-    told = [*conversation.messages, {"role": "user", "content": QUESTIONS[2]}]
-    assert [message["content"] for message in told] == [QUESTIONS[0], answers[0], QUESTIONS[2]]
-    assert ask(conversation, QUESTIONS[2]) == answered_by_mlx_lm(decoder, told)
+    messages = [*conversation.messages, {"role": "user", "content": QUESTIONS[2]}]
+    assert [message["content"] for message in messages] == [QUESTIONS[0], answers[0], QUESTIONS[2]]
+    assert ask(conversation, QUESTIONS[2]) == answered_by_mlx_lm(decoder, messages)
     conversation.system_prompt = "Be brief."
-    told.insert(0, {"role": "system", "content": "Be brief."})
-    assert again(conversation) == answered_by_mlx_lm(decoder, told)
+    messages.insert(0, {"role": "system", "content": "Be brief."})
+    assert again(conversation) == answered_by_mlx_lm(decoder, messages)
     conversation.system_prompt = None
-    assert again(conversation) == answered_by_mlx_lm(decoder, told[1:])
+    assert again(conversation) == answered_by_mlx_lm(decoder, messages[1:])
     write_chat(tmp_path / "chat", "tested", conversation.conversation)
     conversation.messages = []
     conversation.restore(*read_chat(tmp_path / "chat"))
-    told = [*conversation.messages, {"role": "user", "content": QUESTIONS[1]}]
-    assert len(told) == 5
-    assert ask(conversation, QUESTIONS[1]) == answered_by_mlx_lm(decoder, told)
+    messages = [*conversation.messages, {"role": "user", "content": QUESTIONS[1]}]
+    assert len(messages) == 5
+    assert ask(conversation, QUESTIONS[1]) == answered_by_mlx_lm(decoder, messages)
     assert reused > 60
 
 
@@ -258,12 +258,12 @@ def test_another_model_goes_on_and_a_missing_one_does_not(decoder: PromptLookupD
     assert conversation.model.session is session
     conversation.model.switch("other")
     assert conversation.model.name == "other"
-    told = [*conversation.messages, {"role": "user", "content": QUESTIONS[1]}]
-    assert ask(conversation, QUESTIONS[1]) == answered_by_mlx_lm(decoder, told)
+    messages = [*conversation.messages, {"role": "user", "content": QUESTIONS[1]}]
+    assert ask(conversation, QUESTIONS[1]) == answered_by_mlx_lm(decoder, messages)
 
 
 class Letters(Model):
-    """A random model that is told letters, and answers with a text that stands for tokens."""
+    """A random model whose prompts are letters and whose answers are texts of token numbers."""
 
     def tokenize(self, messages: list[dict[str, Any]]) -> list[int]:
         numbers = {"user": 1, "assistant": 2, "system": 3}

@@ -39,7 +39,7 @@ def test_the_steps_of_every_decoder_are_those_of_generate(endless: Path, decoder
     result = explain(endless, *arguments, "--skip", 0, "--steps", 100)
     assert result.exit_code == 0, result.stderr
     assert sum(emitted(result.stdout)) == 40
-    if decoder in ("plain", "prompt-lookup"):  # the steps of others depend on measured times
+    if decoder in ("plain", "prompt-lookup"):  # other decoders' steps depend on measured times
         generated = CliRunner().invoke(
             generate_command, ["--model", str(endless), "--json", *map(str, arguments)]
         )
@@ -51,7 +51,7 @@ def test_the_steps_of_every_decoder_are_those_of_generate(endless: Path, decoder
 
 
 @pytest.mark.slow
-def test_what_a_head_drafts_is_told_apart(headed: Path, heads_pay: None):
+def test_what_a_head_drafts_is_marked(headed: Path, heads_pay: None):
     options = ("--raw", "--prompt", "x y")
     shown = explain(headed, *options, "--skip", 0, "--steps", 9).stdout
     assert re.search(r"^accepted drafts: .*head \d of \d", shown, re.MULTILINE)

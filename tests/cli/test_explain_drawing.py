@@ -1,4 +1,4 @@
-"""Explained steps as they are drawn, in a terminal and on the page."""
+"""Drawing explained steps at a terminal and on a page."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_without_colours_there_is_no_escape_and_every_fate_has_a_sign_of_its_own
 def test_colours_change_nothing_but_colours():
     step = lookahead_step()
     shown = printed(step, width=80, color=True)
-    assert "\x1b[1;38;5;32mb\x1b[0m" in shown  # as accepted drafts are in generated text
+    assert "\x1b[1;38;5;32mb\x1b[0m" in shown  # like accepted drafts in generated text
     plain = re.sub(r"\x1b\[[\d;]*m", "", shown)
     assert [line.rstrip() for line in plain.splitlines()] == printed(step, width=80).splitlines()
 
@@ -107,7 +107,7 @@ def test_a_plain_step_is_its_token():
 
 @st.composite
 def steps(draw: st.DrawFn) -> VerifiedStep:
-    """Walks over random trees whose nodes have different tokens."""
+    """Generate verified random trees whose nodes have different tokens."""
     size = draw(st.integers(1, 40))
     parents = [-1] + [draw(st.integers(0, node - 1)) for node in range(1, size)]
     tree = DraftTree(tuple(ord("A") + node for node in range(size)), tuple(parents))
@@ -157,7 +157,7 @@ def test_behind_the_end_of_the_output_nothing_is_rejected_and_no_bonus_token_sta
 
 
 class Document(HTMLParser):
-    """The elements of a page and the text in them."""
+    """The elements of a page and their text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What explained steps are made of: fates of nodes, and looks of tokens."""
+"""Parts of explained steps: outcomes of nodes and styles of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The form of an output on the command line: a schema, a regular expression, a grammar."""
+"""Structured output on the command line: a schema, a regular expression, a grammar."""
 
 from __future__ import annotations
 

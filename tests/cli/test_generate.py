@@ -1,4 +1,4 @@
-"""``mlxspec generate`` as a user calls it, and the figures that it shows."""
+"""``mlxspec generate`` as a user calls it, and its statistics."""
 
 import io
 import json
@@ -180,7 +180,7 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
         (("--prompt", "a", "--ngram-min", "4"), "ngram_min is 4, and ngram_max is 3: choose"),
         (
             ("--prompt", "a", "--n-draft", "-2"),
-            "n_draft is -2: choose 1 or more, or 0 for no drafts",
+            "n_draft is -2: choose 1 or more (only decoders take 0, for no drafts)",
         ),
         (("--prompt", "a", "--prompt-lookup-config", "ten"), "prompt_lookup_config is 'ten'"),
     ],
@@ -195,10 +195,10 @@ def test_a_bad_option_is_one_line_before_any_model_is_loaded(
 def assert_one_line_error(result: Result, named: str) -> None:
     assert result.exit_code in (1, 2)
     assert result.stdout == ""
-    *usage, told = result.stderr.splitlines()
-    assert told.startswith("Error: ")
-    assert not usage or result.exit_code == 2  # the process prints the last line alone
-    assert named in told
+    *usage, error = result.stderr.splitlines()
+    assert error.startswith("Error: ")
+    assert not usage or result.exit_code == 2  # the process prints only the last line
+    assert named in error
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path):
@@ -265,7 +265,7 @@ def test_ctrl_c_in_the_prefill_shows_the_panel(endless: Path, monkeypatch: pytes
         raise KeyboardInterrupt
 
     options = ("--model", endless, "--prompt", "a b", "--decoder", "prompt-lookup")
-    generate(*options, "--max-tokens", 1)  # now the trials of the model have had their prefills
+    generate(*options, "--max-tokens", 1)  # the prefills of probing the model are over
     monkeypatch.setattr(Target, "prefill_in_chunks", prefill)
     result = generate(*options)
     assert result.exit_code == 130
@@ -396,7 +396,7 @@ def test_plain_decoding_has_no_acceptance_rate():
 
 
 @pytest.mark.parametrize("width", [40, 80])
-def test_what_was_gained_is_told_where_steps_were_measured(width: int):
+def test_the_gain_is_shown_if_steps_were_measured(width: int):
     gained = replace(RESULT, stats=replace(RESULT.stats, cost=2000.0))
     panel = "\n".join(lines(figures_panel(gained, False), width))
     assert re.search(r"against plain +1\.50× +estimated", panel)

@@ -1,4 +1,4 @@
-"""The options that the generating commands share, as the command line gives them."""
+"""The options that the generating commands share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.scripted_model import EOS
 
 
 def taken(*arguments: object) -> GenerationSettings:
-    """What a command with these options makes of its arguments."""
+    """Return the settings that a command with these options makes of its arguments."""
     results = []
 
     @click.command()
@@ -166,7 +166,7 @@ def test_lookahead_changes_the_steps_and_not_the_text(endless: Path) -> None:
     assert drafted["stats"]["steps"] < 20
     default = report(*options, "--decoder", "lookahead")
     assert default["tokens"] == plain["tokens"]
-    # 55 drafts are a full step's: (N - 1)(W + G), with one row for the current token.
+    # A full step has 55 drafts: (N - 1)(W + G), with one row for the current token.
     assert default["stats"] == report(*options, "-W", 7, "-N", 5, "-G", 7)["stats"]
     assert default["stats"]["rows"] > 7 * default["stats"]["steps"]
 
@@ -190,7 +190,7 @@ def test_the_names_of_paper_and_reference_mean_the_same(endless: Path) -> None:
 @pytest.mark.slow
 def test_a_window_runs_up_to_the_output_s_end_and_not_beyond(endless: Path) -> None:
     options = ("--model", endless, "--prompt", "a", "--max-tokens", 40, "-N", 5, "-G", 5)
-    # It ran: a window begins with W + N - 2 tokens, the current one included.
+    # Lookahead ran: a window begins with W + N - 2 tokens, including the current one.
     assert 40 in (time["rows"] for time in report(*options, "-W", 37)["step_times"])
     assert all(time["rows"] < 38 for time in report(*options, "-W", 38)["step_times"])
 
@@ -230,7 +230,7 @@ class {name}(PromptLookupDrafter):
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A drafter class of the user's in the working directory."""
+    """A user's drafter class in the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [*sys.path])
     monkeypatch.delitem(sys.modules, "own_drafter", raising=False)
@@ -284,12 +284,12 @@ def test_a_draft_model_drafts_where_no_text_repeats(finite: Path, endless: Path)
     drafted = report(*prompt, "--draft-model", finite, "--num-draft-tokens", 3)
     assert drafted["text"] == plain["text"]
     assert drafted["stats"]["steps"] < plain["stats"]["steps"]
-    for wrong, told in (
+    for wrong, message in (
         (("--draft-model", "nowhere"), "nowhere"),
         (("--draft-model", endless, "--num-draft-tokens", 0), "0 is not in the range"),
         (("--draft-model", endless, "--drafter", "a:b"), "choose one"),
     ):
-        assert_one_line_error(generate(*prompt, *wrong), told)
+        assert_one_line_error(generate(*prompt, *wrong), message)
 
 
 @pytest.mark.slow
@@ -328,11 +328,11 @@ def test_a_head_that_cannot_draft_is_an_error_only_if_it_is_named(
     prompt = ("--raw", "--prompt", "x y")
     result = generate("--model", headed, *prompt)
     assert result.exit_code == 0, result.stderr
-    told = f"the head that comes with the model is left out: {reason}"
-    assert result.stderr.count(told) == 1
+    message = f"the head that comes with the model is not used: {reason}"
+    assert result.stderr.count(message) == 1
     named = generate("--model", finite, "--head", headed, *prompt)
-    told = f"the head, DSpark, cannot draft for this model ({reason}); leave it out"
-    assert_one_line_error(named, told)
+    message = f"the head, DSpark, cannot draft for this model ({reason}); leave it out"
+    assert_one_line_error(named, message)
 
 
 @pytest.mark.parametrize(
@@ -380,15 +380,15 @@ def test_a_head_that_does_not_fit_is_one_line_or_a_note(
     headed: Path, finite: Path, tmp_path: Path
 ) -> None:
     prompt = ("--raw", "--prompt", "x y")
-    for name, told in (("EAGLE-3", "hidden_size"), ("Qwen MTP", "another architecture")):
+    for name, message in (("EAGLE-3", "hidden_size"), ("Qwen MTP", "another architecture")):
         other = write_head(tmp_path / name, name)
         result = generate("--model", finite, *prompt, "--head", other)
         assert_one_line_error(result, str(other))
-        assert told in result.stderr
+        assert message in result.stderr
     assert_one_line_error(generate("--model", finite, *prompt, "--head", finite), "neither")
     model = tmp_path / "model"
     shutil.copytree(headed, model)
     (model / "head" / "model.safetensors").write_bytes(b"damaged")
     result = generate("--model", model, *prompt)
     assert result.exit_code == 0
-    assert "Note: the head that comes with the model is left out: " in result.stderr
+    assert "Note: the head that comes with the model is not used: " in result.stderr

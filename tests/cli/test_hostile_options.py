@@ -1,4 +1,4 @@
-"""Whatever an option's value, a command does its work or tells in a line why not."""
+"""For any option value, a command does its work or gives a one-line error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VALUES = st.one_of(
 
 
 def arguments_of(command: click.Command) -> st.SearchStrategy[list[str]]:
-    """Up to three options of a command, with any values."""
+    """Generate up to three options of a command, with any values."""
     options = [param for param in command.params if isinstance(param, click.Option)]
     spelled = [
         st.tuples(st.sampled_from(option.opts), VALUES).map(list)
@@ -109,7 +109,7 @@ def test_convert(finite: Path, arguments: list[str]) -> None:
 def test_connect(
     client: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # whatever answers at the default address
+    monkeypatch.setenv("HOME", str(tmp_path))  # any server may answer at the default address
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     ends_well(connect_command, [client, *arguments])
 
@@ -117,6 +117,6 @@ def test_connect(
 @few
 @given(name=VALUES)
 def test_a_model_of_any_name(name: str) -> None:
-    assume(name != "demo")  # a model, which is examined and takes its time
-    # What could be a repository is not asked for.
+    assume(name != "demo")  # a model, which is slow to probe
+    # Names that could be repositories would ask the Hub.
     ends_well(inspect_command, ["--", name.replace("/", "//")])

@@ -25,7 +25,7 @@ from tests.support.head_files import (
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[nn.Module], None]:
-    """Makes a model be what any name stands for."""
+    """Makes every model name load this model."""
 
     def give(model: nn.Module) -> None:
         write(tmp_path, {}, {})

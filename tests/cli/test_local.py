@@ -1,4 +1,4 @@
-"""A model of a chat gives its memory back to the one that takes its place."""
+"""A chat frees a model before it loads another."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_the_first_is_gone_before_the_second_is_loaded_and_comes_back_if_that_fa
         assert first() is not None
         with pytest.raises(MlxspecError, match="no chat template"):
             conversation.model.switch(str(finite))
-        assert gone == []  # before any weights are read
+        assert gone == []  # before weights are read
         (other / "model.safetensors").rename(other / "weights")
         COMMANDS["/model [NAME]"][1](conversation, "demo")
         with pytest.raises(MlxspecError, match="other"):
             COMMANDS["/model [NAME]"][1](conversation, str(other))
-        assert gone == [True, True]  # the second time the first one is loaded again
+        assert gone == [True, True]  # the second time, the first model is loaded again
         assert "Still chatting with demo.\n" in capsys.readouterr().err
         (other / "weights").rename(other / "model.safetensors")
         assert conversation.model.name == "demo"

@@ -20,7 +20,7 @@ ROOT = Path(mlxspec.__file__).parents[1]
 
 
 def python(code: str) -> str:
-    """What a fresh interpreter in the repository's root prints."""
+    """Run code in a new interpreter in the repository's root; return its output."""
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -32,7 +32,7 @@ def test_the_command_lists_its_subcommands():
     assert result.exit_code == 0
     assert re.search(r"convert +Convert", result.stdout)
     assert re.search(r"generate +Generate", result.stdout)
-    # Every description is there to its end, and stands in the same column.
+    # Every description is complete and starts in the same column.
     commands = result.stdout.partition("Generate:")[2]
     assert "..." not in commands
     rows = re.findall(r"^  \S+ +", commands, re.MULTILINE)
@@ -43,7 +43,7 @@ def test_the_command_lists_its_subcommands():
     ("name", "command"), [("generate", generate_command), ("convert", convert_command)]
 )
 def test_a_subcommand_is_the_script_s_command(name: str, command: object):
-    assert {*main.commands} == {"help", "completion"}  # others are imported when asked for
+    assert {*main.commands} == {"help", "completion"}  # others are imported on demand
     with main.make_context("mlxspec", [name]) as context:
         assert main.get_command(context, name) is command
 
@@ -70,7 +70,7 @@ def test_what_is_mistyped_is_guessed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ):
-    """In one line on standard error, with status 2."""
+    """The guess is one line on standard error, with status 2."""
     monkeypatch.setattr(sys, "argv", ["mlxspec", *arguments])
     with pytest.raises(SystemExit) as ended:
         run_command(main, "mlxspec")
@@ -93,7 +93,7 @@ def test_a_command_of_commands_alone_shows_its_help(
 
 
 def every_command() -> Iterator[tuple[list[str], click.Command]]:
-    """All commands and theirs, with the words that call them."""
+    """Return all commands and subcommands, with the words that call them."""
     with main.make_context("mlxspec", [], resilient_parsing=True) as context:
         for name in main.list_commands(context):
             command = main.get_command(context, name)
@@ -125,7 +125,7 @@ def test_help_has_a_sentence_on_each_argument_and_a_heading_for_each_option(
         assert str(one.help).partition("  [default: ")[0].endswith(".")
     own = [one for one in command.params if isinstance(one, Option)]
     headed = {one.group is not None for one in own if one.group != ARGUMENTS}
-    assert len(headed) < 2  # all have headings, or none
+    assert len(headed) < 2  # either all or none have headings
     assert all(one.help for one in command.params if isinstance(one, click.Option))
 
 

@@ -1,4 +1,4 @@
-"""Markdown that comes in pieces looks as the whole of it does."""
+"""Streamed Markdown looks like the complete text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BLOCKS = [
 
 
 def shown(pieces: list[str], width: int) -> str:
-    """What a terminal has got, without the pictures that were erased."""
+    """Return a terminal's output without frames that were erased."""
     console = Console(file=io.StringIO(), width=width, height=10, color_system=None)
     printer = MarkdownPrinter(console)
     for piece in pieces:
@@ -47,7 +47,7 @@ def whole(text: str, width: int) -> str:
 
 
 def lines(text: str) -> list[str]:
-    """The lines that are not blank: between blocks there is always one."""
+    """Return the lines that are not blank; there is always one between blocks."""
     return [line.rstrip() for line in text.split("\n") if line.strip()]
 
 
@@ -93,7 +93,7 @@ def test_no_word_is_lost_hidden_or_obeyed(text: str, word: str) -> None:
     printed = console.file.getvalue()
     assert word in printed
     assert "\x1b[2J" not in printed
-    assert "\x1b]8" not in printed  # a link that hides where it leads
+    assert "\x1b]8" not in printed  # a link that hides its target
     assert "\u202e" not in printed
 
 
@@ -113,5 +113,5 @@ def test_a_terminal_keeps_every_line_of_a_block_that_is_higher_than_its_window()
     for line in CODE.splitlines(keepends=True):
         printer.write(line, False)
     printer.finish()
-    final = console.file.getvalue().rpartition("\x1b[2K")[2]  # after the last picture is erased
+    final = console.file.getvalue().rpartition("\x1b[2K")[2]  # after the last frame is erased
     assert [f"f{i}" in final for i in range(20)] == [True] * 20

@@ -1,4 +1,4 @@
-"""``mlxspec memory`` as a user runs it, and what commands keep and draft from."""
+"""``mlxspec memory`` as a user runs it; saving answers and drafting from them."""
 
 import json
 import subprocess
@@ -41,7 +41,7 @@ HINT = "mlxspec can remember answers between runs"
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where answers are kept in this test; nobody has been told of that yet."""
+    """This test's directory for answers; the hint about it has not been shown yet."""
     monkeypatch.setenv("MLXSPEC_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: given_costs(FLAT))
@@ -57,7 +57,7 @@ def memory(*arguments: object) -> Result:
 
 
 def said(*arguments: object, status: int = 0) -> str:
-    """What a command of ``mlxspec memory`` writes to standard output."""
+    """Run a command of ``mlxspec memory``; return its standard output."""
     result = memory(*arguments)
     assert result.exit_code == status, result.stderr
     return result.stdout
@@ -79,7 +79,7 @@ def earned(name: str) -> int:
 
 
 def learn(texts: list[str], ages: list[timedelta] | None = None) -> list[list[int]]:
-    """Let answers of the bundled tokenizer have ended so long ago."""
+    """Save answers of the bundled tokenizer with these ages."""
     tokenizer, now = demo().tokenizer, time.time()
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     with pytest.MonkeyPatch.context() as patched:
@@ -95,13 +95,13 @@ def learn(texts: list[str], ages: list[timedelta] | None = None) -> list[list[in
 
 
 class _Clock:
-    """``time`` at which it is always the same time."""
+    """A replacement for ``time`` that stands still."""
 
     def __init__(self, now: float) -> None:
         self.time = lambda: now
 
 
-# What commands keep.
+# Saving answers.
 
 
 def test_nothing_is_kept_and_nothing_said_unless_it_is_on(finite: Path, home: Path):
@@ -219,7 +219,7 @@ def test_where_nothing_can_be_kept_the_answer_comes_all_the_same(finite: Path, h
     assert line.endswith("; answers are remembered only until this command ends")
 
 
-# The variable.
+# The environment variable.
 
 
 @pytest.mark.slow
@@ -291,14 +291,14 @@ def test_that_there_is_a_memory_is_said_once(finite: Path):
 
 
 @pytest.mark.usefixtures("terminal")
-def test_who_knows_of_the_memory_is_not_told(finite: Path):
+def test_there_is_no_hint_once_the_memory_is_known(finite: Path):
     memory("off")
     assert HINT not in run("generate", "--model", finite, "--prompt", "a").stderr
 
 
 @pytest.mark.usefixtures("terminal")
-def test_who_cannot_be_told_once_is_not_told(finite: Path, home: Path):
-    home.parent.touch()  # a file where the directory should be
+def test_there_is_no_hint_if_it_cannot_be_recorded(finite: Path, home: Path):
+    home.parent.touch()  # a file in place of the directory
     result = run("generate", "--model", finite, "--prompt", "a")
     assert result.exit_code == 0
     assert HINT not in result.stderr
@@ -319,7 +319,7 @@ def test_one_tokenizer_alone_is_on_or_off(finite: Path, endless: Path):
     assert said("on", "--model", finite, "--max-tokens", 1000).startswith(
         f"Answers are kept from now on, for {first}, up to 1,000 tokens per"
     )
-    # Both models have the same vocabulary, and so share what is kept.
+    # Both models have the same vocabulary, so they share the saved answers.
     assert kept_with(finite)
     assert kept_with(endless)
     assert not kept_with("demo")
@@ -747,7 +747,7 @@ def test_what_another_process_has_learned_is_seen_when_a_generation_begins(tmp_p
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_two_processes_learn_at_once_and_one_of_them_is_told_to_forget(endless: Path):
+def test_two_processes_learn_at_once_and_one_forgets(endless: Path):
     memory("on")
     options = ("--model", str(endless), "--prompt", "a", "--max-tokens", "25")
     command = [sys.executable, "-c", START, "generate", *options]

@@ -1,4 +1,4 @@
-"""How a model is named: by its place or an option, by an alias, or by default."""
+"""Choosing a model: by path, option, alias or default."""
 
 import json
 from pathlib import Path
@@ -15,12 +15,12 @@ ROOT = Path(mlxspec.__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def work(nothing_set: Path) -> Path:
-    """The working directory; nothing is set."""
+    """The working directory, without any settings."""
     return nothing_set
 
 
 def test_the_first_that_names_a_model_decides(work: Path, monkeypatch: pytest.MonkeyPatch):
-    """Option, environment, configuration, directory, demo."""
+    """The order is option, environment, configuration, directory, demo."""
     found = [model_or_default(None)]
     (work / "mlx_model").mkdir()
     found.append(model_or_default(None))
@@ -35,7 +35,7 @@ def test_the_first_that_names_a_model_decides(work: Path, monkeypatch: pytest.Mo
 
 
 def test_decoder_py_runs_what_convert_py_has_written(work: Path, monkeypatch: pytest.MonkeyPatch):
-    """The configuration does not override it; the environment and the option do."""
+    """The environment and the option override it, the configuration does not."""
     found: list[str] = []
     monkeypatch.setattr("mlxspec.__main__.run", lambda *_: found.append(model_or_default(None)))
     run("config", "set", "model", "owner/configured")
@@ -67,9 +67,9 @@ def test_aliases_serve_in_the_environment_and_in_the_configuration(
 @pytest.mark.slow
 def test_the_demo_model_is_named_if_nothing_else_is(work: Path, endless: Path):
     prompt = ("generate", "--prompt", "a", "--max-tokens", 1, "--json")
-    told = " ".join(run(*prompt).stderr.split())
-    assert told.startswith("Note: no model is named, so the demo model answers, a toy that")
-    assert "--model mlx-community/" in told
+    note = " ".join(run(*prompt).stderr.split())
+    assert note.startswith("Note: no model is named, so the demo model answers, a toy that")
+    assert "--model mlx-community/" in note
     assert run(*prompt, "-q").stderr == ""
     assert run(*prompt, "-m", "demo").stderr == ""
     run("config", "set", "model", endless)
@@ -128,8 +128,8 @@ def test_an_alias_goes_before_a_directory_of_its_name(work: Path, endless: Path)
     assert "here: no config.json" in run("inspect", "./here").stderr
 
 
-def test_convert_tells_checkpoints_apart(tmp_path: Path):
-    """The complaints are about the files that each kind has."""
+def test_convert_distinguishes_checkpoints(tmp_path: Path):
+    """The errors name the files of each kind."""
     original = tmp_path / "original"
     original.mkdir()
     (original / "params.json").write_text("{}")

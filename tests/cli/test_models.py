@@ -1,4 +1,4 @@
-"""``mlxspec models``: what is on this machine."""
+"""``mlxspec models``: the models on this machine."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ def run(*arguments: object) -> Result:
 
 @pytest.fixture(autouse=True)
 def cache(nothing_set: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """The Hub's cache, which is empty; nothing is set or known, and nobody's home."""
+    """An empty Hub cache, without settings, known models or a home directory."""
     repositories: dict[str, Path] = {}
     monkeypatch.setenv("HOME", str(nothing_set))
     monkeypatch.setattr(on_machine, "cached_repositories", lambda: iter(repositories.items()))
@@ -32,7 +32,7 @@ def listed() -> dict[str, dict]:
     return {one["name"]: one for one in json.loads(run("models", "--json").stdout)["models"]}
 
 
-def test_without_other_models_the_next_step_is_told():
+def test_without_other_models_the_next_step_is_suggested():
     shown = run("models").stdout
     assert "demo" in shown
     assert "mlxspec chat mlx-community/" in shown
@@ -44,7 +44,7 @@ def test_lm_studios_models_are_named_by_their_directories(endless: Path, nothing
     assert listed()[str(model)]["usable"]
 
 
-def test_what_is_told_of_a_model(cache: dict[str, Path], endless: Path, tmp_path: Path):
+def test_what_is_shown_of_a_model(cache: dict[str, Path], endless: Path, tmp_path: Path):
     cache["owner/model"] = DEMO_DIRECTORY
     broken = cache["owner/other-GGUF"] = tmp_path / "gguf"
     broken.mkdir()

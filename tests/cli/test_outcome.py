@@ -1,4 +1,4 @@
-"""Characters that a stream's encoding lacks, and warnings that become notes."""
+"""Characters missing from a stream's encoding, and warnings shown as notes."""
 
 from __future__ import annotations
 

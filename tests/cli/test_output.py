@@ -1,4 +1,4 @@
-"""Tables that fold, the consoles that say how wide they may be, bars, and words for numbers."""
+"""Wrapped tables, console widths, progress bars and formatted numbers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mlxspec.cli.common.output import (
     ProgressBar,
     counted,
     folding_table,
+    note_if_slow,
     output_console,
     print_tables,
-    told_if_slow,
 )
 
 ROWS = [("copy a long text", "3", "1.59× (worst)"), ("free", "12", "1.00×")]
@@ -99,7 +99,7 @@ def test_names_are_shown_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "[bold]:smile:[/bold]" in on_a_terminal(monkeypatch)
 
 
-def test_a_pipe_breaks_no_line_unless_told_its_width(
+def test_a_pipe_wraps_no_line_unless_its_width_is_set(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -120,7 +120,7 @@ def test_one_thing_is_singular() -> None:
 
 
 def drawn(interactive: bool, total: int) -> str:
-    """What appears of a prefill of ``total`` tokens."""
+    """Return the progress output of a prefill of ``total`` tokens."""
     stream = io.StringIO()
     console = Console(file=stream, width=40, force_terminal=interactive, _environ={})
     with ProgressBar("prefill", MofNCompleteColumn(), console=console, least=100) as progress:
@@ -177,17 +177,17 @@ def test_a_note_breaks_between_words_at_a_terminal(monkeypatch: pytest.MonkeyPat
     ]
 
 
-def test_slow_work_is_told_once_without_a_terminal(
+def test_slow_work_is_noted_once_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with told_if_slow("Examining the model"):
+    with note_if_slow("Examining the model"):
         pass
     assert capsys.readouterr().err == ""
-    told, said = Event(), list[str]()
+    noted, said = Event(), list[str]()
     monkeypatch.setattr("mlxspec.cli.common.output._PATIENCE", 0)
     monkeypatch.setattr(
-        "mlxspec.cli.common.output.note", lambda text: (said.append(text), told.set())
+        "mlxspec.cli.common.output.note", lambda text: (said.append(text), noted.set())
     )
-    with told_if_slow("Examining the model"):
-        told.wait()
+    with note_if_slow("Examining the model"):
+        noted.wait()
     assert said == ["examining the model …"]

@@ -1,4 +1,4 @@
-"""Pages of reports: where they are written, and what they never replace."""
+"""HTML pages of reports: their paths, and files that they never replace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlxspec.errors import MlxspecError
 
 
 def write(path: Path, content: str) -> None:
-    """Check the place for a page of this content, and write the page."""
+    """Check the path and write a page with this content."""
     ReportOptions(html=path).show_tables({}, [content])
 
 

@@ -1,4 +1,4 @@
-"""The command as a process of its own: at a terminal, in a pipe, interrupted."""
+"""The command as a process: at a terminal, in a pipe, interrupted."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ class Window:
         os.close(self._master)
 
     def read(self, until: str | None = None) -> str:
-        """Wait for a text, or until the process has closed its end."""
+        """Wait for a text or the end of the output."""
         data = b""
         while until is None or until.encode() not in data:
             try:
                 part = os.read(self._master, 65536)
-            except OSError:  # Linux's way to say that the other end is closed
+            except OSError:  # on Linux: the other end is closed
                 break
             if not part:
                 break
@@ -73,7 +73,7 @@ class Window:
 
 
 def after_loading(shown: str) -> str:
-    """What a terminal shows after it has erased the bar "Loading"."""
+    """Return a terminal's output after the progress bar "Loading" is erased."""
     bar, _, rest = shown.rpartition("\x1b[2K")
     assert "Loading" in bar
     return rest
@@ -105,7 +105,7 @@ def test_a_pipe_gets_the_text_of_the_model_and_no_library_s_chatter(hostile: Pat
     process = start(hostile, "--prompt", "a", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     text, errors = process.communicate()
     assert text.startswith("safe\x1b[2J\x1b]0;owned\x07")
-    # On a busy machine there is a note about step times, which is ours.
+    # On a busy machine, mlxspec adds a note about step times.
     assert all(line[:1] in "╭│╰" or "Note: step" in line for line in errors.splitlines())
 
 

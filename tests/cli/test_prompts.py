@@ -1,4 +1,4 @@
-"""Where the prompt comes from."""
+"""Sources of the prompt: options, files, arguments and standard input."""
 
 import io
 import os
@@ -66,7 +66,7 @@ def test_token_ids_are_numbers_with_commas_or_spaces(ids: str):
 @pytest.mark.parametrize("ids", ["", "1,x", "-1", "1.5", "¹"])
 def test_anything_else_is_no_token_id(ids: str):
     result = generate("--model", "demo", "--decoder", "plain", "--prompt-ids", ids)
-    assert_one_line_error(result, "the prompt holds the id -1" if ids == "-1" else "--prompt-ids")
+    assert_one_line_error(result, "prompt contains the id -1" if ids == "-1" else "--prompt-ids")
 
 
 def test_a_prompt_is_needed_and_one_is_enough():
@@ -87,7 +87,7 @@ def test_what_is_no_utf8_text_is_refused(tmp_path: Path):
     path = tmp_path / "prompt"
     path.write_bytes("café".encode("latin-1"))
     assert "not UTF-8 text (byte 3)" in error_for(file=str(path))
-    assert "not UTF-8" in error_for(text="caf\udce9")  # an argument's byte E9, as Python has it
+    assert "not UTF-8" in error_for(text="caf\udce9")  # byte E9, as Python decodes arguments
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
@@ -101,7 +101,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
 
 @pytest.fixture
 def standard_input(monkeypatch: pytest.MonkeyPatch):
-    """Makes a file of the system standard input, as a shell does."""
+    """Redirects standard input to a file, as a shell does."""
     opened: list[io.TextIOWrapper] = []
 
     def replace(file: Path | int) -> None:
@@ -192,8 +192,8 @@ def test_a_pipe_that_stays_open_and_empty_is_left_alone(
     reading, writing = os.pipe()
     standard_input(reading)
     assert PromptOptions(argument="do it").read() == "do it"
-    (told,) = capsys.readouterr().err.splitlines()
-    assert "to wait for the pipe, add --prompt-file -" in told
+    (note,) = capsys.readouterr().err.splitlines()
+    assert "to wait for the pipe, add --prompt-file -" in note
     os.close(writing)
 
 
@@ -213,7 +213,7 @@ def test_a_text_that_comes_late_is_waited_for(
         (PromptOptions(), "a text"),
     ):
         reading, writing = os.pipe()
-        os.set_blocking(reading, False)  # as other programs may leave it
+        os.set_blocking(reading, False)  # as other programs may set it
         standard_input(reading)
         writer = threading.Thread(target=write_late, args=(writing,))
         writer.start()
@@ -249,5 +249,5 @@ def test_a_shell_pipes_files_and_loops(tmp_path: Path, endless: Path) -> None:
         timeout=120,
         stdin=subprocess.DEVNULL,
     )
-    # BOS, and the words.
+    # BOS and the words.
     assert done.stdout.split() == ["6", "6", "4", "2", "3", "2"], done.stderr

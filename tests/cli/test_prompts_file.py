@@ -1,4 +1,4 @@
-"""Files of prompts: what a line may say, and what is told of one that says something else."""
+"""Files of prompts: valid lines, and errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_null_is_not_given() -> None:
         ({"prompt": "a", "logit_bias": [1]}, '"logit_bias" cannot be read'),
     ],
 )
-def test_what_is_wrong_with_a_line_is_told_in_one_line(value: Any, named: str) -> None:
+def test_what_is_wrong_with_a_line_is_a_one_line_error(value: Any, named: str) -> None:
     with pytest.raises(PromptError) as error:
         read_line(value)
     assert named in str(error.value)

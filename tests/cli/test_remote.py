@@ -1,4 +1,4 @@
-"""A chat with a server: its commands, and the figures of its answers."""
+"""A chat with a server: its commands and its answers' statistics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_command_does_its_work_with_a_server(endless: Path, tmp_path: Path
     assert f"/model NAME switches to {endless.name}, other.\n" in result.stderr
     assert "Chatting with other.\n" in result.stderr
     assert "generated tokens" in result.stderr
-    assert "against plain" not in result.stderr  # which a server does not tell
+    assert "against plain" not in result.stderr  # which a server does not report
     assert "Removed: c\nSaved 2 turns" in result.stderr
     assert "Loaded 2 turns.\n" in result.stderr
     assert result.stderr.endswith(

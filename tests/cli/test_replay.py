@@ -62,7 +62,7 @@ def test_classic_prompt_lookup_has_the_published_tokens_per_step(shared: Path) -
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_speed_follows_from_the_curve_file(traces: Path, tmp_path: Path, flat: bool) -> None:
-    """Where all steps cost the same, speed is tokens per step; where a row costs a step, 1 / …"""
+    """If all steps cost the same, speed is tokens per step; if a row costs a step, 1 / …"""
     curve = write_curve(tmp_path / "curve.json", curve_of((1, 1), (64, 1 if flat else 64)))
     result = replay(
         *(traces, "--tokenizer", TOKENIZER, "--json", "--curve", curve),
@@ -123,9 +123,9 @@ def test_estimated_rows_are_in_json(traces: Path) -> None:
 
 def test_hindsight_is_the_fastest_and_wins_nothing(traces: Path) -> None:
     asked = (traces, "--tokenizer", TOKENIZER, "--decoder", "hindsight,auto")
-    told = replay(*asked).stdout
-    assert re.search(r"On M4 Pro, auto has 1\.\d\d times the speed of plain decoding\.", told)
-    assert "wins" not in told
+    output = replay(*asked).stdout
+    assert re.search(r"On M4 Pro, auto has 1\.\d\d times the speed of plain decoding\.", output)
+    assert "wins" not in output
     assert "times the speed" not in replay(*asked[:-1], "hindsight").stdout
     hindsight, auto = json.loads(replay(*asked, "--json").stdout)["comparison"]
     assert hindsight["speedup"] > auto["speedup"]
@@ -221,7 +221,7 @@ def test_a_head_is_replayed_alone_and_with_auto(traces: Path) -> None:
     assert both["sets"]["copy"]["speedup"] > head["sets"]["copy"]["speedup"]
     assert both["sets"]["free"]["speedup"] > auto["sets"]["free"]["speedup"]
     again = replay(traces, "--tokenizer", TOKENIZER, "--json", *asked)
-    assert again.stdout == result.stdout  # its luck is the output's
+    assert again.stdout == result.stdout  # its random hits depend on the output
 
 
 def test_the_table_of_a_head_fits_80_columns(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +247,7 @@ ANSWER = "The judge Oscar lives in Denver and is 55 years old."
 
 @pytest.fixture
 def repeating(tmp_path: Path) -> tuple[Path, Path]:
-    """Two logs of one answer, which is the same."""
+    """Write two logs with the same answer."""
     paths = tmp_path / "monday.jsonl", tmp_path / "tuesday.jsonl"
     for path in paths:
         path.write_text(json.dumps(chat("Who is the judge?", ANSWER)))

@@ -1,4 +1,4 @@
-"""What the lines say of how requests have ended."""
+"""Outcomes of requests in the server's log lines."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import pytest
 from mlxspec.cli.serve import end_record, request_log
 from mlxspec.generation.engine import Engine
 from mlxspec.server.body import ApiError
-from tests.support.brake import braked, until
+from tests.support.brake import braked, wait_until
 from tests.support.serving import Running, running_server
 
 pytestmark = pytest.mark.slow
 
 
 def outcomes(capsys: pytest.CaptureFixture[str], *ends: tuple[int, ApiError]) -> list[Any]:
-    """The outcomes and errors of two choices that end so, by their indices."""
+    """Return the logged outcomes and errors of two choices that end like this, by index."""
     logging = ExitStack()
     with running_server() as server, braked(server.decoder.model) as brake:
         log = logging.enter_context(request_log(as_json=True))
@@ -28,12 +28,12 @@ def outcomes(capsys: pytest.CaptureFixture[str], *ends: tuple[int, ApiError]) ->
         with ThreadPoolExecutor() as pool:
             with brake.holding():
                 asked = pool.submit(ask_for_two, server)
-                until(lambda: len(server.worker.requests) == 2)
+                wait_until(lambda: len(server.worker.requests) == 2)
                 requests = server.worker.requests.copy()
                 for index, error in ends:
-                    server.worker.tell("small", Engine.cancel, requests[index], error)
+                    server.worker.call_engine("small", Engine.cancel, requests[index], error)
             asked.result()
-        until(lambda: not server.worker.requests)
+        wait_until(lambda: not server.worker.requests)
         logging.close()
     records = map(json.loads, capsys.readouterr().out.splitlines())
     return [(record["outcome"], record["error"]) for record in records]
@@ -44,7 +44,7 @@ def ask_for_two(server: Running) -> httpx.Response:
     return httpx.post(f"{server.address}/v1/completions", json=body, timeout=60)
 
 
-def test_the_failure_is_told_for_which_other_choices_were_cancelled(
+def test_the_failure_is_logged_for_which_other_choices_were_cancelled(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     failed, cancelled = outcomes(capsys, (1, ApiError("out of order", status=500)))
@@ -68,6 +68,6 @@ def test_tokens_are_those_of_the_usage(capsys: pytest.CaptureFixture[str]) -> No
     lines = capsys.readouterr().out.splitlines()
     for at, answer in enumerate(answers):
         usage, records = answer.json()["usage"], [*map(json.loads, lines[4 * at : 4 * at + 4])]
-        # The choices of a prompt share it.
+        # A prompt's choices share its prefill.
         assert sum(one["prompt_tokens"] for one in records) == 2 * usage["prompt_tokens"]
         assert sum(one["tokens"] for one in records) == usage["completion_tokens"]

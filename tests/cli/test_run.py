@@ -1,4 +1,4 @@
-"""Programs under ``mlxspec run``: their arguments, exit status and output, and speculation."""
+"""Programs under ``mlxspec run``: arguments, exit status, output and speculation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch):
-    """Runs the command in this process, whose state is restored afterwards."""
+    """Runs the command in this process and restores the process's state."""
     costs = decoder_of(*demo_with_costs()).costs
     monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: costs)
     monkeypatch.setattr(sys, "argv", sys.argv)
@@ -79,7 +79,7 @@ def test_mlx_lm_s_programs_know_the_bundled_model(run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:'mlx_lm.chat' found")  # other tests have imported it
+@pytest.mark.filterwarnings("ignore:'mlx_lm.chat' found")  # other tests may have imported it
 def test_mlx_lm_s_chat_runs_and_gets_standard_input(run, model: str) -> None:
     result = run(
         *("-m", "mlx_lm.chat", "--model", model, "--max-tokens", "8"),

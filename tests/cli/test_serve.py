@@ -1,4 +1,4 @@
-"""``mlxspec serve`` as a process, and ``mlxspec chat --server`` with it."""
+"""``mlxspec serve`` as a process, and ``mlxspec chat --server`` as its client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mlxspec.cli.serve import ServeOptions, _hosts, _Loader, _locked, serve_comm
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import OptionError
 from tests.support.adapters import write_adapters
-from tests.support.brake import until
+from tests.support.brake import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ LINE = "one two three four\n"
 
 
 class Server:
-    """A server as a process, with the address that it has printed."""
+    """A server process and the address that it printed."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -60,7 +60,7 @@ class Server:
             return json.load(answer)
 
     def end(self) -> tuple[str, str]:
-        """Press Ctrl-C once; what is left of both streams."""
+        """Press Ctrl-C once; return the rest of both streams."""
         self.process.send_signal(signal.SIGINT)
         return self.process.communicate(timeout=30)
 
@@ -102,8 +102,8 @@ def test_a_server_answers_logs_and_ends_with_ctrl_c(endless: Path, tmp_path: Pat
         with pytest.raises(urllib.error.HTTPError):
             server.ask("/v1/completions", prompt="a", model="my secret")
         other = ["--server", server.address, "--model", "other"]
-        told = CliRunner().invoke(chat_command, other, input="a\n").stderr
-        assert told == f"Error: --model is other: choose one of the server's: {endless.name}\n"
+        error = CliRunner().invoke(chat_command, other, input="a\n").stderr
+        assert error == f"Error: --model is other: choose one of the server's: {endless.name}\n"
         output, errors = server.end()
         assert server.process.returncode == 0
         assert errors == ""
@@ -139,7 +139,7 @@ def test_running_requests_end_first_and_a_second_ctrl_c_ends_them(endless: Path)
             server.process.send_signal(signal.SIGINT)
             assert server.process.stderr
             while "  loaded  " in (line := server.process.stderr.readline()):
-                pass  # the log may say so late
+                pass  # the log may be late
             assert line.startswith("Note: 10 s for running requests to end")
             assert server.process.poll() is None
             server.process.send_signal(signal.SIGINT)
@@ -147,7 +147,7 @@ def test_running_requests_end_first_and_a_second_ctrl_c_ends_them(endless: Path)
             assert server.process.returncode == 0
 
 
-def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_a_one_line_error(endless: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert "Address already in use" in refused("--model", endless, "--port", port).stderr
@@ -232,7 +232,7 @@ def test_what_the_template_gets_by_default_and_what_a_request_says(
         assert count() == 4
         assert count(other="e") == 4
         assert count(mood="a") == 2
-        # A chat's arguments are a request's.
+        # A chat takes the options of a request.
         chat = ("--server", server.address, "--max-tokens", "3", "--chat-template-config")
         answered = CliRunner().invoke(chat_command, [*chat, '{"mood": "one two"}'], input="d\n")
         assert answered.exit_code == 0, answered.stderr
@@ -272,10 +272,10 @@ def test_a_folder_is_served_under_its_own_name_and_its_path(endless: Path, tmp_p
             assert answer["model"] == name
         with pytest.raises(urllib.error.HTTPError):
             server.ask("/v1/completions", prompt="a", model="same", max_tokens=2)
-        told = CliRunner().invoke(
+        result = CliRunner().invoke(
             chat_command, ["--server", server.address, "--model", str(first)], input="a\n"
         )
-        assert told.exit_code == 0, told.stderr
+        assert result.exit_code == 0, result.stderr
 
 
 def test_models_of_a_folder_come_and_go(endless: Path, tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_models_of_a_folder_come_and_go(endless: Path, tmp_path: Path) -> None:
         again = server.ask("/v1/completions", **asked)
         assert again["choices"] == first["choices"]
         details = again["usage"]["prompt_tokens_details"]
-        assert details["cached_tokens"] == len(prompt) - 1  # saved when it was unloaded
+        assert details["cached_tokens"] == len(prompt) - 1  # saved on unloading
         with pytest.raises(urllib.error.HTTPError) as several:
             server.ask("/v1/completions", prompt="a", model="two")
         assert "other/two or publisher/two" in several.value.read().decode()
@@ -345,4 +345,4 @@ def until_unloaded(server: Server, name: str) -> None:
         with urllib.request.urlopen(server.address + "/v1/models") as listed:
             return {model["id"]: model["state"] for model in json.load(listed)["data"]}
 
-    until(lambda: states()[name] == "not-loaded")
+    wait_until(lambda: states()[name] == "not-loaded")

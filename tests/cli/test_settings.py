@@ -1,4 +1,4 @@
-"""Settings files of other programs: what is put in is there, and all else as it was."""
+"""Settings files of other programs: values are added, everything else stays unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.hostile import harmless, mutated
 OURS = {"servers": {"ours": {"url": "http://127.0.0.1:8080/v1", "size": 1024}}}
 NAMED = {"models": [{"name": "ours", "provider": "openai", "roles": ["chat", "edit"]}]}
 
-# Names and texts that each of the three ways of writing has.
+# Names and texts in each of the three notations.
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]))
 SCALARS = st.one_of(TEXTS, st.booleans(), st.integers(-(2**53), 2**53), st.floats(-1e9, 1e9))
 VALUES = st.recursive(
@@ -125,7 +125,7 @@ def test_what_is_there_stays_to_the_letter(name: str, text: str) -> None:
 
 
 def changed(name: str, old: str, **wanted: Any) -> list[str]:
-    """The lines that merging removes and adds; a second time changes nothing."""
+    """Return the lines that merging removes and adds; check that a second merge changes nothing."""
     new = merged(name, old, **wanted)
     assert merged(name, new, **wanted) == new
     lines = unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm="")
@@ -230,7 +230,7 @@ def test_comments_of_toml_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "message"),
     [
         ("x.json", '// mine\n{"a": 1}', "as JSON without comments"),
         ("x.json", '{"a": 1,}', "as JSON without comments"),
@@ -250,11 +250,11 @@ def test_comments_of_toml_stay() -> None:
         ("x.yaml", "a: !mine 1", "as YAML"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_by_its_name(name: str, text: str, told: str) -> None:
+def test_what_cannot_be_kept_is_refused_by_its_name(name: str, text: str, message: str) -> None:
     with pytest.raises(FileError) as error:
         merged(name, text)
     assert str(error.value).startswith(f"{name}: ")
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert "by hand" in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -1,4 +1,4 @@
-"""Ctrl-C while a command is imported."""
+"""Ctrl-C while a command's modules are imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import mlxspec
 
 ROOT = Path(mlxspec.__file__).parents[1]
 
-# Holds up the import of one module, for as long as it takes to interrupt it.
+# Blocks the import of one module until it is interrupted.
 SLOW_IMPORT = """
 import os, sys, time
 

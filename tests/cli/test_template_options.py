@@ -1,4 +1,4 @@
-"""What goes into a chat template besides the prompt, compared with mlx-lm's own commands."""
+"""Chat template arguments besides the prompt, compared with mlx-lm's commands."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TEMPLATE = """\
   {%- endif -%}
 {%- endfor -%}
 """
-"""A template that shows all that it is given."""
+"""A template that prints all its arguments."""
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_the_lines_of_a_file_get_them_where_they_lack_them(model: Path, tmp_path
     assert [answer.get("tokens") for answer in answers] == [alone[0], alone[0], alone[1], None]
     assert "--system-prompt needs a chat template" in answers[3]["error"]
     assert result.exit_code == 1
-    assert result.stderr.count("\n") == 1  # the error's alone
+    assert result.stderr.count("\n") == 1  # only the error's
 
 
 @pytest.mark.slow

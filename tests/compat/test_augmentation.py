@@ -1,4 +1,4 @@
-"""Programs that call mlx-lm's functions speculate, and say what they would say."""
+"""Unchanged mlx-lm programs speculate under ``augment``, with the same output."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def loaded() -> tuple:
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_earlier_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "_warned", set())
 
 
 @pytest.fixture
 def program() -> Iterator[ModuleType]:
-    """A module that has imported mlx-lm's functions before."""
+    """A module that imported mlx-lm's functions earlier."""
     module = ModuleType("a_program")
     exec("from mlx_lm import generate as answer, stream_generate, batch_generate", vars(module))
     sys.modules["a_program"] = module
@@ -99,15 +99,15 @@ def test_what_cannot_be_served_goes_to_mlx_lm_with_one_warning(
             assert fields(mlx_lm.stream_generate(*loaded, prompt, **options)) == expected
 
 
-def test_the_same_reason_with_other_numbers_is_told_once(
+def test_the_same_reason_with_other_numbers_is_reported_once(
     loaded: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loaded[0].args, "max_position_embeddings", 8)
-    with mlxspec.augment(), warnings.catch_warnings(record=True) as told:
+    with mlxspec.augment(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for length in (9, 10, 11):
             list(mlx_lm.stream_generate(*loaded, [5] * length, max_tokens=1))
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 def test_what_a_program_s_own_processor_raises_comes_through_at_once(loaded: tuple) -> None:
@@ -139,7 +139,7 @@ def test_a_batch_that_cannot_be_served_goes_to_mlx_lm(
 
 def test_a_model_that_cannot_be_examined_goes_to_mlx_lm(loaded: tuple) -> None:
     class Wrapped(type(loaded[0])):  # type: ignore[misc]
-        """Takes several rows in the prefill only."""
+        """A model that takes several rows in the prefill only."""
 
         def __call__(self, inputs: mx.array, cache: list | None = None) -> mx.array:
             if cache and cache[0].offset and inputs.shape[1] > 1:

@@ -1,4 +1,4 @@
-"""Several prompts: each is answered as if it were alone, whichever way it goes."""
+"""Batches of prompts: each gets the answer that it gets alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def loaded() -> tuple:
 
 @pytest.fixture(scope="module")
 def prompts(loaded: tuple) -> list[list[int]]:
-    # The bundled model's answer to this ends by itself.
+    # The bundled model ends its answer to this before max_tokens.
     short = '[INST] Repeat the following phrase 2 times: "A day.". [/INST]'
     return [loaded[1].encode(text) for text in (REPEAT, FREE, short)]
 
@@ -48,7 +48,7 @@ def prompts(loaded: tuple) -> list[list[int]]:
 def way(
     request: pytest.FixtureRequest, loaded: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> JointMode:
-    """Whether prompts share joint steps, or go into mlx-lm's batches, as if they could not."""
+    """Run in joint steps, then in mlx-lm's batches, as for models without joint steps."""
     decoder = decoder_of(*loaded)
     assert decoder.loaded.joint_mode is JointMode.SPLIT
     monkeypatch.setattr(decoder.loaded, "joint_mode", request.param)
@@ -57,7 +57,7 @@ def way(
 
 
 def alone(loaded: tuple, prompt: list[int], limit: int) -> list[int]:
-    """What mlx-lm answers to one prompt."""
+    """Return mlx-lm's answer to one prompt."""
     responses = stream_generate(*loaded, prompt, max_tokens=limit)
     return [r.token for r in responses if r.token not in loaded[1].eos_token_ids]
 
@@ -93,7 +93,7 @@ def test_all_that_mlx_lm_returns_is_returned(loaded: tuple, prompts: list, way: 
         assert [cache.offset for cache in own] == [cache.offset for cache in other]
     assert ours.stats.generation_tokens == theirs.stats.generation_tokens
 
-    # The conversations go on from there, and the caches stay as they are.
+    # The conversations continue from these caches, without changing them.
     following = [loaded[1].encode(" [INST] Again. [/INST]", add_special_tokens=False)] * len(
         prompts
     )
@@ -126,7 +126,7 @@ def test_a_model_that_mlx_lm_s_batches_cannot_run_is_answered_one_by_one(loaded:
     assert response.token_ids == [alone(dynamic, prompt, 5) for prompt in prompts]
 
 
-@pytest.mark.filterwarnings("ignore:Exception ignored")  # mlx-lm's half-made generator
+@pytest.mark.filterwarnings("ignore:Exception ignored")  # mlx-lm's partly constructed generator
 def test_unknown_arguments_are_refused(loaded: tuple, prompts: list) -> None:
     for function in (batch_generate, mlxspec.batch_generate):
         with pytest.raises(TypeError):
@@ -214,18 +214,18 @@ def test_a_cache_is_made_where_none_is_given(loaded: tuple, prompts: list) -> No
     assert all(cache.empty() for of_prompt in caches for cache in of_prompt)
 
 
-def test_progress_of_all_prompts_is_told(loaded: tuple, prompts: list, way: JointMode) -> None:
-    told: list[tuple[int, int]] = []
+def test_progress_of_all_prompts_is_reported(loaded: tuple, prompts: list, way: JointMode) -> None:
+    progress: list[tuple[int, int]] = []
     mlxspec.batch_generate(
         *loaded,
         [*prompts, [5]],
         max_tokens=2,
         prefill_step_size=8,
-        prompt_progress_callback=lambda *call: told.append(call),
+        prompt_progress_callback=lambda *call: progress.append(call),
     )
     total = sum(map(len, prompts)) + 1
-    assert told[0][0] < total
-    assert told[-1] == (total, total)
-    assert told == sorted(told)
-    assert {whole for _, whole in told} == {total}
-    assert len(told) > 2 or way is JointMode.ALONE
+    assert progress[0][0] < total
+    assert progress[-1] == (total, total)
+    assert progress == sorted(progress)
+    assert {whole for _, whole in progress} == {total}
+    assert len(progress) > 2 or way is JointMode.ALONE

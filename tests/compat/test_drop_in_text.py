@@ -1,4 +1,4 @@
-"""The text of drop-in generation is mlx-lm's, whoever has loaded the tokenizer."""
+"""Drop-in generation yields mlx-lm's text, whichever library loaded the tokenizer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KINDS: dict[str, type[StreamingDetokenizer]] = {
 
 
 class Dictated(nn.Module):
-    """A model that writes given tokens, whatever it sees."""
+    """A model that generates given tokens for any input."""
 
     def __init__(self, model: nn.Module, tokens: list[int]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def write_tokenizer(kind: str, directory: Path) -> None:
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_segments_are_mlx_lm_s_with_every_kind_of_tokenizer(kind: str, tmp_path: Path) -> None:
-    """Random tokens, among them those of one byte, which split characters."""
+    """For random tokens, some of them single bytes that split characters."""
     write_tokenizer(kind, tmp_path)
     theirs, ours = load_as_mlx_lm(tmp_path), load_tokenizer(tmp_path, None)
     assert isinstance(theirs.detokenizer, KINDS[kind])

@@ -1,4 +1,4 @@
-"""Drop-in generation against mlx-lm's own, argument by argument."""
+"""Drop-in generation compared with mlx-lm's, argument by argument."""
 
 from __future__ import annotations
 
@@ -158,8 +158,8 @@ def test_no_limit_means_until_a_stop_token() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 23])
-def test_progress_is_told_as_mlx_lm_tells_it(loaded: tuple, length: int) -> None:
-    def told(function: Callable) -> list[tuple[int, int]]:
+def test_progress_is_reported_like_mlx_lm_s(loaded: tuple, length: int) -> None:
+    def calls_of(function: Callable) -> list[tuple[int, int]]:
         calls: list[tuple[int, int]] = []
         list(
             function(
@@ -172,9 +172,9 @@ def test_progress_is_told_as_mlx_lm_tells_it(loaded: tuple, length: int) -> None
         )
         return calls
 
-    expected = told(stream_generate)
-    # The last token is part of the first step, and is not reported separately.
-    assert told(mlxspec.stream_generate) == [call for call in expected if call[0] != length - 1]
+    expected = calls_of(stream_generate)
+    # The first step includes the last token, which is not reported separately.
+    assert calls_of(mlxspec.stream_generate) == [call for call in expected if call[0] != length - 1]
 
 
 def test_progress_with_a_session_is_that_of_what_is_run(loaded: tuple) -> None:
@@ -182,16 +182,16 @@ def test_progress_with_a_session_is_that_of_what_is_run(loaded: tuple) -> None:
     prompt = loaded[1].encode(FREE)
     list(mlxspec.stream_generate(*loaded, prompt, max_tokens=4, session=session))
     prompt = [*session.tokens, 11, 12, 13]
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     *_, last = mlxspec.stream_generate(
         *loaded,
         prompt,
         max_tokens=2,
         session=session,
-        prompt_progress_callback=lambda *call: told.append(call),
+        prompt_progress_callback=lambda *call: progress.append(call),
     )
     assert last.reused_tokens == len(prompt) - 3
-    assert told == [(0, 3), (3, 3)]
+    assert progress == [(0, 3), (3, 3)]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_conversation_in_a_prompt_cache_goes_on_as_with_mlx_lm(loaded: tuple) 
 
 
 def readme_examples() -> list[str]:
-    """The Python programs in mlx-lm's README that generate or load."""
+    """Return the Python programs in mlx-lm's README that generate or load."""
     page = str(metadata("mlx-lm").get_payload() or "")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     return [block for block in blocks if "load(" in block]
@@ -277,7 +277,7 @@ def test_examples_of_mlx_lm_s_readme_run_with_the_import_changed(
     monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: costs)
 
     def printed(package: str, model: str) -> str:
-        if "import" not in program:  # an excerpt, which goes on with the names of another one
+        if "import" not in program:  # an excerpt that uses names of another one
             text = f"from {package} import load\n{program}"
         else:
             text = program.replace("from mlx_lm import", f"from {package} import")

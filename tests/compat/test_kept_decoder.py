@@ -1,4 +1,4 @@
-"""What drop-in generation keeps for a model is that model's alone, and goes with it."""
+"""Drop-in generation keeps one decoder per model, and frees it with the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokenizer() -> Any:
 
 
 def used_model(tokenizer: Any) -> nn.Module:
-    """A model that has generated."""
+    """Return a model that has generated."""
     model = random_model("llama", vocab_size=4096)
     give_costs(model, tokenizer)
     mlxspec.generate(model, tokenizer, FREE, max_tokens=2)
@@ -43,7 +43,7 @@ def test_a_copy_generates_with_its_own_weights(
 ) -> None:
     model = used_model(tokenizer)
     other = copied(model)
-    # Modules that a shallow copy does not share, with other weights.
+    # A shallow copy with its own modules and other weights.
     other.model = copy.deepcopy(model.model)
     other.apply(lambda weight: weight + 0.1 * mx.random.normal(weight.shape))
     if not original_lives:

@@ -11,7 +11,7 @@ from tests.support import original
 
 @pytest.fixture(scope="session")
 def tokenizer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SentencePiece model of the kind that Mistral and Llama have, of 320 pieces."""
+    """A SentencePiece model of 320 pieces, of the same kind as Mistral's and Llama's."""
     text = (
         "a model reads words and the words that follow them\nso that it can write more of them\n"
         * 20
@@ -35,7 +35,7 @@ def tokenizer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, tokenizer_model: Path) -> Path:
-    """An original checkpoint in bfloat16, with an output layer of its own."""
+    """An original checkpoint in bfloat16, with an untied output layer."""
     weights = original.as_bfloat16(original.random_weights())
     return original.write_checkpoint(
         tmp_path_factory.mktemp("original") / "checkpoint", tokenizer_model, weights

@@ -1,4 +1,4 @@
-"""The same files through PyTorch, where it is installed."""
+"""Written files read back by PyTorch, where it is installed."""
 
 from collections import OrderedDict
 from pathlib import Path

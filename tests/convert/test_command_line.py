@@ -1,4 +1,4 @@
-"""``convert.py`` as a user runs it: messages, exit codes, and what a failure leaves."""
+"""``convert.py`` as a user runs it: messages, exit codes, and files after a failure."""
 
 import os
 import pty
@@ -45,7 +45,7 @@ def test_as_a_subcommand_it_names_the_next_subcommand(tmp_path: Path, checkpoint
     assert f"Next: mlxspec generate --model {out} " in result.stdout
 
 
-def test_a_head_is_told_with_its_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_head_is_reported_with_its_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     weights = head_files.original(head_files.random_weights("Qwen MTP"))
     head_files.write_target(tmp_path / "source", weights)
     monkeypatch.chdir(tmp_path)
@@ -99,7 +99,7 @@ def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-def test_a_disk_without_room_is_told_before_anything_is_written(
+def test_a_disk_without_room_is_an_error_before_anything_is_written(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3000))

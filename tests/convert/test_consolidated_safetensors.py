@@ -1,4 +1,4 @@
-"""Reading safetensors files: what others write, and damaged ones, which are named."""
+"""Safetensors files: other programs' are read, damaged ones are named in an error."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Whole conversions, against the real mlx-lm and an independent forward."""
+"""Complete conversions, checked with mlx-lm and an independent forward."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_the_demo_model_writes_what_the_original_does(tmp_path: Path, shared: Pa
     }
     params = json.loads((source / "params.json").read_text())
     output = greedy(tmp_path / "out", prompt, 12)
-    # Each token is the original's choice after those before it.
+    # Each token is the original model's choice after the preceding ones.
     logits = original.logits(weights, params, [*prompt, *output[:-1]])
     assert logits[len(prompt) - 1 :].argmax(axis=-1).tolist() == output
     assert "The red fox sleeps." in tokenizer.decode(output)
@@ -121,7 +121,7 @@ def test_quantised_tensors_equal_those_of_mlx_lm(
 
 
 def test_weights_that_do_not_divide_into_groups_stay_as_they_are(tmp_path: Path, checkpoint: Path):
-    # The width is 64, the hidden width 96: down_proj alone is not a multiple of 64.
+    # The width is 64 and the hidden width 96, so only down_proj's rows are no multiple of 64.
     convert(torch_path=checkpoint, mlx_path=tmp_path / "out", quantize=True)
     names = tensors(tmp_path / "out").keys()
     assert "model.layers.0.mlp.gate_proj.scales" in names
@@ -139,7 +139,7 @@ def test_the_index_counts_like_mlx_lm(tmp_path: Path, checkpoint: Path):
 
 
 def rounded_to_8_bits(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The weights after quantisation and back, where their rows divide into groups of 64."""
+    """Quantise and dequantise the weights whose rows divide into groups of 64."""
 
     def rounded(array: np.ndarray) -> np.ndarray:
         if array.ndim < 2 or array.shape[-1] % 64:

@@ -1,4 +1,4 @@
-"""``convert(head=True)``: heads taken out of checkpoints, and published ones."""
+"""``convert(head=True)``: heads extracted from checkpoints, and published heads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_head_of_a_checkpoint_is_mlx_vlm_s(tmp_path: Path) -> None:
 
 
 def test_no_norm_is_judged_twice(tmp_path: Path) -> None:
-    """Norms far below zero look centred even when 1 is added."""
+    """Norms far below zero look centred at zero even after 1 is added."""
     weights = original(random_weights("Qwen MTP"))
     weights["mtp.norm.weight"] = mx.full(32, -0.9)
     weights["mtp.layers.0.self_attn.q_norm.weight"] = mx.full(16, 1.6)
@@ -81,7 +81,7 @@ def test_no_norm_is_judged_twice(tmp_path: Path) -> None:
 
 
 def test_small_gains_of_a_converted_head_are_kept(tmp_path: Path) -> None:
-    """Qwen 3.6's norms before ``fc``, whose gains are as small as if centred at zero."""
+    """Qwen 3.6's norms before ``fc`` have gains so small that they look centred at zero."""
     weights = {f"mtp.{name}": array for name, array in random_weights("Qwen MTP").items()}
     gains = {"embedding": 0.27, "hidden": 0.49}
     for name, gain in gains.items():
@@ -93,7 +93,7 @@ def test_small_gains_of_a_converted_head_are_kept(tmp_path: Path) -> None:
         assert mx.allclose(written[f"pre_fc_norm_{name}.weight"], mx.array(gain), atol=1e-3).item()
 
 
-def test_an_unconverted_convolution_tells_that_all_norms_are_original(tmp_path: Path) -> None:
+def test_an_unconverted_convolution_shows_that_all_norms_are_original(tmp_path: Path) -> None:
     weights = {
         name: mx.full(array.shape, 1.7) if "norm" in name and array.ndim == 1 else array
         for name, array in original(random_weights("Qwen MTP")).items()
@@ -164,7 +164,7 @@ def test_files_without_the_head_may_be_missing(tmp_path: Path) -> None:
 
 def test_a_model_without_a_head_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     for config, words in (
-        (TARGET, "neither a trained head nor a model that carries one"),
+        (TARGET, "neither a trained head nor a model with one"),
         (QWEN_TARGET, "name the original model or a published head"),
         ({"model_type": "glm4_moe", "num_nextn_predict_layers": 1}, "supported are Gemma 4"),
     ):

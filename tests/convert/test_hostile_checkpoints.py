@@ -1,4 +1,4 @@
-"""Whatever stands in an original checkpoint, it is converted, or refused in the usual way."""
+"""Fuzzed original checkpoints are converted or refused with the package's error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Write = Callable[[str, bytes], Path]
 
 @pytest.fixture(scope="module")
 def write(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Write:
-    """Makes copies of a checkpoint of which one file is another one."""
+    """Copies a checkpoint and replaces one file."""
     place = tmp_path_factory.mktemp("damaged") / "checkpoint"
 
     def write(name: str, content: bytes) -> Path:
@@ -50,7 +50,7 @@ def converted_or_refused(source: Path) -> None:
 @given(data=st.data())
 def test_a_damaged_archive(data: st.DataObject, write: Write, checkpoint: Path) -> None:
     whole = (checkpoint / SHARD).read_bytes()
-    edge = 2000  # where the headers, the pickle and the directory are
+    edge = 2000  # which contain the headers, the pickle and the directory
     head, tail = data.draw(mutated(whole[:edge])), data.draw(mutated(whole[-edge:]))
     kept = data.draw(st.sampled_from(["head", "tail", "none"]))
     head = whole[:edge] if kept == "head" else head

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints against mlx-lm's own converter."""
+"""Conversions of Hugging Face checkpoints compared with mlx-lm's converter."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ ARCHITECTURES = {
 def write_model(
     directory: Path, tokenizer_model: Path, model_type: str = "llama", **settings: object
 ) -> Path:
-    """A Hugging Face checkpoint with random weights of mlx-lm's model class."""
+    """Write a Hugging Face checkpoint with random weights of mlx-lm's model class."""
     directory.mkdir()
     config = {"model_type": model_type} | SMALL | ARCHITECTURES.get(model_type, {}) | settings
     model_class, args_class = _get_classes(config)
@@ -60,7 +60,7 @@ def write_model(
 
 
 def split_experts(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Mixtral's experts one by one, as its checkpoints have them and mlx-lm does not."""
+    """Split Mixtral's experts, which its checkpoints store separately and mlx-lm together."""
     split: dict[str, mx.array] = {}
     originals = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
     for name, array in weights.items():

@@ -1,4 +1,4 @@
-"""Checkpoints whose weights would be lost in the conversion, or that are no model of MLX's."""
+"""Checkpoints that MLX cannot represent without losing weights, or cannot run at all."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def source(tmp_path: Path, tokenizer_model: Path) -> Path:
 
 
 def change(source: Path, dtype: mx.Dtype, **changed: Callable[[mx.array], mx.array]) -> None:
-    """Cast a model's weights, and then change some of them; a double underscore is a dot."""
+    """Cast a model's weights and change some of them; a double underscore means a dot."""
     weights = {name: array.astype(dtype) for name, array in tensors(source).items()}
     for name, function in changed.items():
         name = name.replace("__", ".")
@@ -78,8 +78,8 @@ def test_numbers_beyond_float16_are_counted_and_refused(source: Path, dtype: mx.
 
 def test_a_quantised_weight_beyond_float16_is_refused(source: Path) -> None:
     change(source, mx.float32, model__layers__1__mlp__up_proj__weight=put(1e5))
-    told = PROJECTION.removesuffix(".weight")
-    assert f" numbers of {told} are not finite in float16" in refused(source, quantize=True)
+    layer = PROJECTION.removesuffix(".weight")
+    assert f" numbers of {layer} are not finite in float16" in refused(source, quantize=True)
     convert(hf_path=source, mlx_path=source.parent / "out", quantize=True, dtype="bfloat16")
 
 
@@ -105,7 +105,7 @@ def test_the_type_that_the_configuration_names_is_taken(
 
 
 def raw_file(path: Path, dtype: str) -> None:
-    """A file with one tensor of a type that MLX or NumPy may lack."""
+    """Return a file with one tensor of a type that MLX or NumPy may lack."""
     width = {"F64": 8, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1}[dtype]
     tensor = {"dtype": dtype, "shape": [64], "data_offsets": [0, 64 * width]}
     header = json.dumps({NORM: tensor}).encode()
@@ -119,17 +119,17 @@ def test_a_tensor_of_a_type_that_mlx_lacks_is_named(source: Path, dtype: str) ->
     remedy = "use the original in 16 bits"
     if dtype == "F64":
         remedy = "convert the model with `mlxspec convert`, which casts it"
-    told = f"{file}: the tensor {NORM} has the type {dtype}, which MLX cannot read; {remedy}"
+    message = f"{file}: the tensor {NORM} has the type {dtype}, which MLX cannot read; {remedy}"
     with pytest.raises(LoadError) as error:
         load(source)
-    assert str(error.value).startswith(told)
+    assert str(error.value).startswith(message)
     if dtype != "F64":
-        assert refused(source).startswith(told)
+        assert refused(source).startswith(message)
 
 
 @pytest.mark.parametrize("where", [[NORM], None])
 def test_float64_is_cast(source: Path, where: list[str] | None) -> None:
-    """In all tensors, or in one beside tensors of other types."""
+    """The float64 tensors are all of them, or one beside tensors of other types."""
     change(source, mx.bfloat16 if where else mx.float32)
     out, other = source.parent / "out", source.parent / "other"
     convert(hf_path=source, mlx_path=other, dtype="float32")
@@ -150,21 +150,21 @@ def test_float64_is_cast(source: Path, where: list[str] | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "told"),
+    ("number", "message"),
     [
         (1e300, f"{NORM} has numbers beyond float32"),
         (1e5, f"1 numbers of {NORM} are not finite in float16"),
     ],
 )
 def test_float64_beyond_the_type_to_write_is_refused(
-    source: Path, number: float, told: str
+    source: Path, number: float, message: str
 ) -> None:
     weights = tensors(source)
     norm = np.array(weights.pop(NORM).astype(mx.float32), np.float64)
     norm[1] = number
     mx.save_safetensors(str(source / "model.safetensors"), weights)
     save_file({NORM: norm}, source / "model-2.safetensors")
-    assert told in refused(source, dtype="float16")
+    assert message in refused(source, dtype="float16")
 
 
 @pytest.mark.parametrize("dtype", ["I8", "F8_E4M3"])

@@ -1,4 +1,4 @@
-"""Opening Mistral's and Llama's originals: shards, what is left open, what is wrong."""
+"""Original Mistral and Llama checkpoints: shards, defaults and errors."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ WEIGHTS = original.random_weights()
 
 
 def converted(directory: Path, **options: str) -> dict:
-    """The configuration that a checkpoint gets."""
+    """Return the configuration of the converted checkpoint."""
     out = directory.parent / f"{directory.name}_converted"
     convert(torch_path=directory, mlx_path=out, force=True, **options)
     return json.loads((out / "config.json").read_text())
@@ -87,7 +87,7 @@ def test_without_an_output_layer_the_embedding_is_one(tmp_path: Path, tokenizer_
 
 
 def changed(**arrays: np.ndarray | None) -> dict[str, np.ndarray]:
-    """The weights with some replaced or, where None, left out."""
+    """Return the weights with some replaced or, if None, removed."""
     names = {name.replace("__", "."): array for name, array in arrays.items()}
     merged = {**WEIGHTS, **names}
     return {name: array for name, array in merged.items() if array is not None}
@@ -174,7 +174,7 @@ def test_bfloat16_survives_every_bit_pattern(tmp_path: Path):
     ((_, array),) = read_torch_file(tmp_path / "x.pth")
     assert array.dtype == mx.bfloat16
     np.testing.assert_array_equal(np.array(array.view(mx.uint16)), bits)
-    # and MLX means the same numbers by them
+    # and MLX reads the same numbers
     np.testing.assert_array_equal(
         np.array(array.astype(mx.float32)), torch_file.from_bfloat16_bits(bits)
     )

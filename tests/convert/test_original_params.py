@@ -1,4 +1,4 @@
-"""Original names and settings against mlx-lm's model classes."""
+"""Names and settings of original checkpoints, checked with mlx-lm's model classes."""
 
 import pytest
 from mlx.utils import tree_flatten

@@ -1,4 +1,4 @@
-"""The output appears whole or not at all, and nothing else is ever deleted."""
+"""The output appears complete or not at all, and no other file is deleted."""
 
 import errno
 import resource
@@ -45,7 +45,7 @@ def test_the_directory_is_not_there_before_it_is_complete(tmp_path: Path, source
     with new_directory(target, replace=False) as partial:
         (partial / "file").write_text("new")
         assert not target.exists()
-        assert partial.parent == target.parent  # on the same file system, to be renamed
+        assert partial.parent == target.parent  # on the same file system, so that a rename works
     assert names(target) == {"file"}
     assert names(tmp_path) == {"out", "source"}
 
@@ -196,7 +196,7 @@ def test_a_parent_that_cannot_be_written_is_one_line(tmp_path: Path):
         pass
 
 
-def test_a_checkpoint_that_cannot_be_read_is_told_and_not_the_output(tmp_path: Path):
+def test_the_error_names_an_unreadable_checkpoint_and_not_the_output(tmp_path: Path):
     source = tmp_path / ("x" * 300)
     with pytest.raises(LoadError) as error:
         convert(torch_path=source, mlx_path=tmp_path / "out")

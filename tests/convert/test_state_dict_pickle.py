@@ -1,4 +1,4 @@
-"""The state dict unpickler: tensors and containers, and nothing else."""
+"""The state dict unpickler, which accepts only tensors and containers."""
 
 import collections
 import contextlib
@@ -37,7 +37,7 @@ HOOKS = Call(Global("collections", "OrderedDict"), ())
 
 
 def read_pickle(content: bytes) -> dict[str, mx.array]:
-    """The tensors of an archive with this pickle and one record of six 16-bit elements."""
+    """Read an archive with this pickle and one record of six 16-bit elements."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "weights.pth"
         write_archive(path, content, {"0": BITS.tobytes()})
@@ -63,7 +63,7 @@ def test_a_dict_of_tensors_is_read_in_order():
 def test_what_pythons_pickler_makes_of_a_state_dict_is_read(
     monkeypatch: pytest.MonkeyPatch, protocol: int
 ):
-    """Of one with the names of PyTorch in it, whose modules are made for the test."""
+    """The pickle has PyTorch's names; the test supplies fake modules for them."""
 
     class Place:
         pass
@@ -82,7 +82,7 @@ def test_what_pythons_pickler_makes_of_a_state_dict_is_read(
     utils = types.SimpleNamespace(_rebuild_tensor_v2=rebuild)
     monkeypatch.setitem(sys.modules, "torch._utils", utils)
     state = collections.OrderedDict(a=Tensor(), b=Tensor())
-    state._metadata = collections.OrderedDict({"": {"version": 1}})  # as of an nn.Module
+    state._metadata = collections.OrderedDict({"": {"version": 1}})  # like an nn.Module's
     content = io.BytesIO()
     Pickler(content, protocol).dump(state)
     assert_views(read_pickle(content.getvalue()), "a", "b")
@@ -167,8 +167,8 @@ def test_what_is_no_state_dict_of_tensors_is_refused_in_one_line(value: object):
         b"(cos\nsystem\no",  # OBJ
         b"]}b",  # BUILD on a list
         b"N}b",
-        b"}\x94h\x01",  # BINGET of a memo that is not there
-        b"r\xff\xff\xff\xff",  # LONG_BINPUT into the four-billionth place, of nothing
+        b"}\x94h\x01",  # BINGET of a missing memo entry
+        b"r\xff\xff\xff\xff",  # LONG_BINPUT at index 2^32 - 1, with an empty stack
         b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f",  # BINBYTES8 of 2^63 bytes
         b"X\xff\xff\xff\x7fabc",
         b"e",
@@ -188,14 +188,14 @@ def test_what_is_left_after_the_end_is_not_read():
 
 
 def test_nothing_is_made_or_changed_but_by_calling_what_stands_for_a_name():
-    """NEWOBJ and its kin, BUILD on what is no dictionary, and changes to what stands for names."""
+    """Refused: NEWOBJ and similar, BUILD on other types, and changes to the stand-ins for names."""
     rebuild = b"ctorch._utils\n_rebuild_tensor_v2\n"
     for code in (
         rebuild + b")\x81",  # NEWOBJ
         rebuild + b")}\x92",  # NEWOBJ_EX
         b"(" + rebuild + b"o",  # OBJ
         rebuild + b"}X\x08\0\0\0__code__Nsb",  # BUILD: attributes of the function itself
-        rebuild + b"N}X\x08\0\0\0__code__Ns\x86b",  # and through the state of slots
+        rebuild + b"N}X\x08\0\0\0__code__Ns\x86b",  # and through the slots' state
         b"ctorch\nfloat16\n}X\x04\0\0\0nameNsb",
     ):
         with pytest.raises(LoadError):

@@ -1,4 +1,4 @@
-"""Reading ``.pth`` files: what PyTorch's views mean, and files that are not in order."""
+"""``.pth`` files: the meaning of PyTorch's views, and damaged files."""
 
 import contextlib
 import pickle
@@ -118,12 +118,12 @@ def test_a_damaged_file_gives_tensors_or_a_conversion_error(data: st.DataObject)
             content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
         path.write_bytes(content)
         with contextlib.suppress(LoadError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # names that stand twice
+            warnings.simplefilter("ignore")  # duplicate names
             for view in read(path).values():
                 assert view.tobytes()
 
 
-# How PyTorch's two older formats begin: its magic number, pickled, and a tar archive.
+# The first bytes of PyTorch's two older formats: a pickled magic number and a tar archive.
 LEGACY = pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2)
 TAR = b"\0" * 257 + b"ustar\x0000" + b"\0" * 300
 

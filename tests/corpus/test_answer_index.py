@@ -1,4 +1,4 @@
-"""A memory of answers against a look at each of them."""
+"""The memory of answers compared with a scan of every answer."""
 
 import gc
 import random
@@ -24,7 +24,7 @@ TAIL = st.lists(st.integers(0, 3), max_size=12)
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few tokens make a segment."""
+    """Use small segments."""
     make_small(monkeypatch)
 
 
@@ -41,13 +41,13 @@ def holding(answers: list[list[int]], max_tokens: int = 1 << 20) -> AnswerIndex:
 
 
 def texts_of(held: AnswerIndex) -> list[list[int]]:
-    """All texts, the oldest first."""
+    """Return all texts, the oldest first."""
     texts = [*split_texts(held._worker._segment.tokens), *held._worker._live_texts]
     return [np.frombuffer(text, np.int32).tolist() for text in texts]
 
 
 def followed(answers: list[list[int]], tail: list[int]) -> list[tuple[int, list[int]]]:
-    """Match and what followed, wherever the tail's end stands, the longest match first."""
+    """Find the tail's end by a full scan; return matches and continuations, the longest first."""
     found = []
     for answer in answers:
         found += [(length, answer[place:][:48]) for length, place in scan(answer, tail)]
@@ -68,7 +68,7 @@ def test_the_longest_matches_are_found(answers: list[list[int]], tail: list[int]
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch, live)
         held = holding(answers)
-        for _ in range(2):  # while parts may be merged, and after that
+        for _ in range(2):  # during and after merges
             found = looked_up(held, tail)
             expected = followed(answers, tail)
             assert [length for length, _ in found[:1]] == [length for length, _ in expected[:1]]
@@ -117,7 +117,7 @@ def test_the_opening_of_an_answer_is_found_by_the_end_of_its_prompt():
     assert found[0] == [21, 22, 23, -1]
     assert found[1][0].length == 6
     assert held.look_up([4, 9, 10], limit=1)[0][:4] == [31, 32, 33, -1]
-    assert not held.look_up([1, 2, 3, 4])[1]  # eight tokens of a prompt, and no more
+    assert not held.look_up([1, 2, 3, 4])[1]  # at most eight tokens of a prompt
     assert texts_of(held) == [[21, 22, 23], [31, 32, 33], [41, 42, 43]]
 
 

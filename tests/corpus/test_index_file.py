@@ -1,4 +1,4 @@
-"""Files that hold no index, or no longer one: refused, or searched without harm."""
+"""Invalid and damaged index files are refused or searched without harm."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def whole(path: Path) -> bytes:
 
 
 def body(data: bytes) -> int:
-    """Where the arrays begin, after the line of JSON."""
+    """Return the offset of the arrays, after the line of JSON."""
     return data.index(b"\n") + 1
 
 
@@ -53,7 +53,7 @@ def is_refused(path: Path, data: bytes) -> bool:
 
 
 def drafted(path: Path, tail: list[int]) -> list[int]:
-    """The tokens that a look-up in a file finds; none if the file is refused."""
+    """Look up tokens in a file; return an empty list if the file is refused."""
     try:
         index = SuffixArray.open(path, FORMAT)
     except ValueError:

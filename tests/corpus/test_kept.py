@@ -1,4 +1,4 @@
-"""Answers kept on disk: over runs, by several processes, and whatever happens to the files."""
+"""Answers kept on disk: across runs, with several processes, and with damaged files."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ from mlxspec.corpus.answer_index import AnswerIndex
 from mlxspec.corpus.answers import DATABASE, INDEX_FORMAT, KeptAnswers, identify
 from mlxspec.corpus.suffix_index import write_index
 from mlxspec.errors import FileError, OptionError
-from tests.corpus.test_memory import looked_up, make_small
+from tests.corpus.test_answer_index import looked_up, make_small
 from tests.support.examples import examples
 from tests.support.hostile import mutated
 from tests.support.logs import logged_by
@@ -42,21 +42,21 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def troubles() -> Iterator[list[str]]:
-    """The warnings of memories. A test that causes some checks them, and empties the list."""
+    """The warnings of memories. A test that provokes some checks this list and empties it."""
     with logged_by("mlxspec.corpus.answer_index") as lines:
         yield lines
     assert not lines
 
 
 def opened(directory: Path, **options: int) -> AnswerIndex:
-    """A memory that has indexed what is there."""
+    """Open a memory and wait until it has indexed all answers."""
     held = AnswerIndex(**options, kept=KeptAnswers(directory, IDENTITY))
     held.settle()
     return held
 
 
 def all_texts(directory: Path) -> list[list[int]]:
-    """Every kept text, sorted."""
+    """Return all kept texts, sorted."""
     kept = KeptAnswers(directory, IDENTITY)
     texts = sorted(tokens.tolist() for _, tokens, *_ in kept.read())
     kept.close()
@@ -220,7 +220,7 @@ def keep(directory: Path, answers: list[list[int]]) -> None:
 
 
 def steps_of(held: AnswerIndex, action: Callable[[], object]) -> int:
-    """How many instructions of SQLite's a memory runs for something."""
+    """Return the number of SQLite instructions that a memory runs for an action."""
     counted = [0]
 
     def count() -> None:
@@ -291,7 +291,7 @@ def test_two_processes_at_once_take_turns_and_lose_nothing(tmp_path: Path):
     assert all_texts(tmp_path) == sorted(answers)
 
 
-# Files that are not as they were written.
+# Damaged and replaced files.
 
 
 def flipped(path: Path, place: int, pick: random.Random) -> None:
@@ -441,7 +441,7 @@ def add(directory: Path, **named: list[list[int]]) -> None:
 
 
 def names(directory: Path) -> dict[str | None, int]:
-    """How many texts have each name; answers have None."""
+    """Return the number of texts by name; answers have the name None."""
     kept = KeptAnswers(directory, IDENTITY)
     found = Counter(name for *_, name in kept.read())
     kept.close()
@@ -464,7 +464,7 @@ def test_added_texts_stay_however_many_answers_come(tmp_path: Path):
 
 
 def test_added_texts_are_not_counted_among_the_answers(tmp_path: Path):
-    """However large they are, answers are only deleted beyond their own limit."""
+    """Answers are only deleted beyond their own limit, however large the texts are."""
     add(tmp_path, book=some_answers(200, seed=1))
     answers = some_answers(10)
     learn(tmp_path, answers, max_tokens=1000)
@@ -667,7 +667,7 @@ def test_answers_that_are_forgotten_while_their_index_is_written_are_not_in_it(
     assert not any(np.array(answer, "<i4").tobytes() in written for answer in gone)
 
 
-# An index that somebody means harm with.
+# Malicious index files.
 
 NUMBERS = [99, 100, 2**31 - 1, -(2**31)]
 
@@ -698,7 +698,7 @@ def test_an_index_with_a_right_checksum_that_makes_no_sense_is_harmless(
 
 
 def write_nonsense(directory: Path, tokens: list[int], order: list[int], last: int) -> None:
-    """An index file with these numbers for the first rows, and a checksum that is right."""
+    """Write an index file with these numbers in its first rows and a valid checksum."""
     kept = KeptAnswers(directory, IDENTITY)
     header = {"format": INDEX_FORMAT, "stamp": kept.stamp(), "last": last}
     arrays = [np.array(one, np.int32) for one in (tokens, order)]
@@ -708,7 +708,7 @@ def write_nonsense(directory: Path, tokens: list[int], order: list[int], last: i
     kept.close()
 
 
-# Processes that end, and such that are killed.
+# Processes that end or are killed.
 
 
 def test_what_was_added_last_is_kept_at_the_processs_end(tmp_path: Path):
@@ -761,7 +761,7 @@ def wait_for_a_line(output: Path) -> None:
 
 
 def killed_while_working(directory: Path, kills: int, seed: int) -> None:
-    """Four processes learn, sort and merge; each is killed, and another takes its place."""
+    """Let four processes learn, sort and merge; kill each and start another in its place."""
     pick = random.Random(seed)
     handed_over: list[list[int]] = []
     running: list[subprocess.Popen[str]] = []
@@ -794,7 +794,7 @@ def killed_while_working(directory: Path, kills: int, seed: int) -> None:
         process.kill()
         process.wait()
     for output in outputs:
-        lines = output.read_text().split("\n")[:-1]  # the last one may be torn
+        lines = output.read_text().split("\n")[:-1]  # the last line may be incomplete
         for line in lines:
             assert line.replace(" ", "").isdigit(), line
             handed_over.append([*map(int, line.split())])

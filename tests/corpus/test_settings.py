@@ -1,4 +1,4 @@
-"""Where answers are kept and whether, in files that may hold anything."""
+"""The settings of the memory: on or off, its directory, and files with arbitrary content."""
 
 import json
 import os
@@ -148,7 +148,7 @@ def test_the_database_says_of_which_tokenizers_it_has_answers(home: Path):
     assert one.count()["texts"] == 1
     assert other.count()["texts"] == 0
     assert other.count()["newest"] is None
-    KeptAnswers(home, identify(FIRST))  # by somebody who does not know the model
+    KeptAnswers(home, identify(FIRST))  # edited without knowing the model
     assert kept_answers(home)[0].model == "owner/first"
     KeptAnswers(home, identify(FIRST), "elsewhere/first")
     assert kept_answers(home)[0].model == "elsewhere/first"

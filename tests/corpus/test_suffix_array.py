@@ -1,4 +1,4 @@
-"""The order of places against its definition, and look-ups against a scan of the whole text."""
+"""The suffix array against its definition, and look-ups against a scan of the whole text."""
 
 import random
 
@@ -14,7 +14,7 @@ TOKENS = st.lists(st.integers(-1, 3), max_size=80)
 
 
 def before(tokens: list[int], place: int) -> list[int]:
-    """The tokens before a place read backwards, as far as its text goes."""
+    """Return the tokens before a place, in reverse order, down to the start of its text."""
     text = tokens[:place][::-1]
     return text[: text.index(-1)] if -1 in text else text
 
@@ -70,7 +70,7 @@ def search(tokens: list[int]) -> SuffixArray:
 
 
 def scan(tokens: list[int], tail: list[int]) -> list[Occurrence]:
-    """Every occurrence, best first, by looking everywhere."""
+    """Find every occurrence by a full scan, the best first."""
     found = []
     for place in range(1, len(tokens)):
         length = 0
@@ -107,7 +107,7 @@ def test_in_a_loop_matches_are_counted_up_to_64_tokens(period: int, limit: int, 
 
 
 def test_equally_long_matches_are_sampled_from_all_of_them():
-    """A thousand places follow 1, two thirds of them continued by 2."""
+    """1 occurs a thousand times; 2 follows two thirds of the occurrences."""
     pick = random.Random(0)
     tokens = [
         token for _ in range(1000) for token in (pick.randrange(10, 50), 1, pick.choice((2, 2, 3)))
@@ -128,7 +128,7 @@ def test_any_sequence_of_ids_is_a_context():
 
 @given(TEXT.filter(lambda tokens: len(tokens) > 1), TAIL, st.integers(0, 1000))
 def test_a_wrong_order_gives_places_of_the_text(tokens: list[int], tail: list[int], seed: int):
-    """They need not match: a draft from them is verified as any other."""
+    """They need not match, since every draft is verified."""
     pick = random.Random(seed)
     order = np.array([pick.randrange(1, len(tokens)) for _ in tokens], dtype=np.int32)
     found = SuffixArray(np.array(tokens, dtype=np.int32), order).matches(tail, 9)

@@ -1,4 +1,4 @@
-"""The suffix index against a search of the whole text, and what follows at the occurrences."""
+"""The suffix index and its continuations against a search of the whole text."""
 
 import random
 import tracemalloc
@@ -22,7 +22,7 @@ from tests.support.examples import examples
 
 
 def match_lengths(text: Sequence[int]) -> dict[int, int]:
-    """Per position, how many tokens before it equal the text's last ones; by comparison."""
+    """Return, for each position, how many tokens before it equal the text's last ones."""
     lengths = {}
     for position in range(1, len(text)):
         length = 0
@@ -37,7 +37,7 @@ def match_lengths(text: Sequence[int]) -> dict[int, int]:
 
 
 def newest_eight_per_size(text: Sequence[int]) -> list[tuple[int, int]]:
-    """What an exhaustive search under the index's rules finds."""
+    """Search exhaustively under the index's rules."""
     lengths = match_lengths(text)
     found: dict[int, int] = {}
     for size in (8, 4, 2, 1):

@@ -1,4 +1,4 @@
-"""Which texts are read from what a user names."""
+"""The texts read from files and folders that a user names."""
 
 import json
 import os

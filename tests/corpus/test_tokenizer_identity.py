@@ -1,4 +1,4 @@
-"""What makes two tokenizers the same."""
+"""The identity of tokenizers."""
 
 import pytest
 from tokenizers import Tokenizer, models

@@ -24,8 +24,8 @@ from tests.support.random_models import COMMON
 from tests.support.rank import HYBRIDS
 
 ROOT = Path(__file__).resolve().parents[2]
-# mlx.launch, which otherwise keeps a core busy: it waits until it may write to the ranks' standard
-# input, which it always may. No test writes there.
+# Run mlx.launch without its busy loop: it selects on the ranks' standard input, which is always
+# writable. No test writes there.
 LAUNCHER = """
 from mlx._distributed_utils import launch
 select = launch.select
@@ -37,7 +37,7 @@ SECONDS = 120
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers, which ranks split tensor parallel."""
+    """A random Llama of two layers that ranks split by tensor parallelism."""
     args = {
         "model_type": "llama",
         "hidden_size": 192,
@@ -55,7 +55,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random hybrid of six layers, which ranks run in a pipeline."""
+    """A random hybrid model of six layers that ranks run as a pipeline."""
     hybrid = HYBRIDS["pipeline"]
     args = {**COMMON, **hybrid.config, "model_type": hybrid.model_type, "vocab_size": 4096}
     args |= {"num_hidden_layers": 6, "tie_word_embeddings": False}
@@ -63,12 +63,12 @@ def small_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def saved(args: dict[str, Any], directory: Path) -> Path:
-    """A directory with a random model and the bundled model's tokenizer, in float32."""
+    """Write a random float32 model and the bundled model's tokenizer to a directory."""
     directory.mkdir()
     mx.random.seed(1)
     model_class, args_class = _get_classes(args)
     weights = dict(tree_flatten(model_class(args_class.from_dict(args)).parameters()))
-    # Few tokens win, so that the output repeats itself; those that end it are not among them.
+    # Few tokens win, so that the output repeats itself; EOS tokens are not among them.
     weights["lm_head.weight"] *= mx.where(mx.arange(4096)[:, None] % 200 == 7, 3.0, 0.1)
     mx.save_safetensors(str(directory / "model.safetensors"), weights, {"format": "mlx"})
     (directory / "config.json").write_text(json.dumps(args))
@@ -78,7 +78,7 @@ def saved(args: dict[str, Any], directory: Path) -> Path:
 
 
 def free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody listens on."""
+    """Return the first of ``count`` consecutive free ports."""
     while True:
         with ExitStack() as held, suppress(OSError, OverflowError):
             first = held.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -90,9 +90,9 @@ def free_ports(count: int) -> int:
 
 @contextmanager
 def launched(*command: str, folder: Path, n: int = 2) -> Iterator[subprocess.Popen[str]]:
-    """Some ranks of a Python script under ``mlx.launch``, with the ring back end."""
+    """Run a Python script as several ranks under ``mlx.launch``, with the ring back end."""
     ranks = ["-n", str(n), "--backend", "ring", "--starting-port", str(free_ports(n))]
-    # mlx.launch reads its standard input in a busy loop once that has ended: it stays open.
+    # At the end of its standard input, mlx.launch would read in a busy loop: keep it open.
     with subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, *ranks, "--python", sys.executable, *command],
         cwd=ROOT,
@@ -100,9 +100,9 @@ def launched(*command: str, folder: Path, n: int = 2) -> Iterator[subprocess.Pop
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "MLXSPEC_CACHE_DIR": str(folder),
-            # The scripts of mlx.launch break where its name has a space.
+            # The scripts of mlx.launch break if its path has a space.
             "TMPDIR": "/tmp",
-            # Otherwise both ranks would call a C++ compiler, for the same functions.
+            # Otherwise each rank would compile the same functions with a C++ compiler.
             **({} if LONG else {"MLX_DISABLE_COMPILE": "1"}),
         },
         stdin=subprocess.PIPE,

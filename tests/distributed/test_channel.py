@@ -20,7 +20,7 @@ def test_a_stranger_is_turned_away() -> None:
 
 
 def greeting(listener: socket.socket, text: bytes) -> socket.socket:
-    """A connection that has said something, and nothing more."""
+    """Open a connection and send some bytes."""
     connection = socket.create_connection(listener.getsockname())
     connection.sendall(text)
     connection.shutdown(socket.SHUT_WR)

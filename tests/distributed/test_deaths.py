@@ -1,4 +1,4 @@
-"""A rank that dies takes the others with it, each with one line."""
+"""If a rank dies, the others end with one line each."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_a_rank_that_is_gone_ends_the_other(
         assert launcher.stdout.read(1)
         os.kill(int((tmp_path / f"rank {rank}").read_text()), death)
         _, errors = launcher.communicate(timeout=SECONDS)
-    # mlx.launch writes its own words between, and not always whole lines of them. Now and then MLX
-    # crashes before the thread that watches the other ranks has had its turn.
+    # mlx.launch mixes in its own output, sometimes partial lines. Occasionally MLX crashes before
+    # the thread that watches the other ranks runs.
     line = f"Error: rank {rank} is gone, so rank {1 - rank} ends, too"
     assert line in errors or f"rank {1 - rank} exited with code -" in errors, errors
     assert errors.count("Error: rank") <= 1

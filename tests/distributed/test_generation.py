@@ -19,12 +19,12 @@ from tests.support.rank import ARCHITECTURE_PROMPT, HYBRIDS, PROMPT, SETTINGS
 pytestmark = pytest.mark.slow
 
 QUANTISED_KV = 1e-2
-"""The gap below which a difference is a near tie when keys and values are quantised."""
+"""The margin of near ties with quantised keys and values."""
 
 
 @pytest.fixture(scope="module")
 def hybrids() -> dict[str, list[int]]:
-    """What one process generates with each hybrid model."""
+    """The output of one process for each hybrid model."""
     options: dict[str, Any] = {"max_tokens": 12, "capability": Capability.REPLAY}
     return {
         name: plain(hybrid.model(), ARCHITECTURE_PROMPT, **options)
@@ -34,7 +34,7 @@ def hybrids() -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def decoder(small_model: Path) -> Decoder:
-    """Decodes in this process."""
+    """A decoder in this process."""
     return Decoder(small_model)
 
 
@@ -42,7 +42,7 @@ def decoder(small_model: Path) -> Decoder:
 def report(
     small_model: Path, hybrids: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """What rank 0 of :mod:`.rank` printed."""
+    """The output of :mod:`tests.support.rank` at rank 0."""
     command = ("-m", "tests.support.rank", str(small_model), json.dumps(hybrids))
     with launched(*command, folder=tmp_path_factory.mktemp("costs")) as launcher:
         output, errors = launcher.communicate(timeout=SECONDS)
@@ -81,7 +81,7 @@ def test_a_hybrid_computes_its_states_again_on_all_ranks(
 
 
 def test_ranks_go_on_together_after_an_interrupt(report: dict[str, Any]) -> None:
-    # The outputs above were generated after it.
+    # The outputs above were generated after the interrupt.
     assert report["interrupted"] >= 3
 
 
@@ -92,7 +92,7 @@ def test_heads_that_do_not_divide_are_refused(report: dict[str, Any]) -> None:
 @pytest.mark.nightly
 def test_only_rank_0_prints(small_model: Path, decoder: Decoder, tmp_path: Path) -> None:
     prompt = ",".join(map(str, PROMPT))
-    # Plain steps need no measured costs, which on a busy machine would be worth a note.
+    # Plain steps need no measured costs, which would cause a note on a busy machine.
     options = ("--prompt-ids", prompt, "--max-tokens", "8", "--json", "--decoder", "plain")
     command = ("decoder.py", "--model", str(small_model), *options)
     with launched(*command, folder=tmp_path) as launcher:

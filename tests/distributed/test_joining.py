@@ -1,4 +1,4 @@
-"""Ranks that cannot join, or have other weights: one line says which, and why."""
+"""Ranks that cannot join or have different weights: one line names them and the reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def host_file(folder: Path, content: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         ("", "only one rank: give mlx.launch -n 2 or more"),
         ([], "only one rank: give mlx.launch -n 2 or more"),  # MLX would divide by zero
@@ -46,7 +46,7 @@ def host_file(folder: Path, content: Any) -> str:
     ],
 )
 def test_a_host_file_that_mlx_cannot_use_is_refused(
-    content: Any, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = host_file(tmp_path, content)
     if content is None:
@@ -55,7 +55,7 @@ def test_a_host_file_that_mlx_cannot_use_is_refused(
     monkeypatch.setenv("MLX_RANK", "0")
     with pytest.raises(MlxspecError) as error, ranks.taking_part():
         pass
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 def test_the_addresses_of_all_ranks_are_known(

@@ -1,4 +1,4 @@
-"""What a rank knows before MLX is imported, and blocks that Ctrl-C waits for."""
+"""A rank's environment before MLX is imported, and blocks that defer Ctrl-C."""
 
 import signal
 

@@ -1,4 +1,4 @@
-"""What the leader does with its part of a model, a follower does with its own."""
+"""A follower repeats every operation of the leader on its own part of a model."""
 
 import gc
 import pickle
@@ -42,7 +42,7 @@ def test_a_prompt_cache_is_refused_where_the_model_is_split(small_model: Any) ->
 def test_an_error_in_what_the_ranks_do_together_ends_them(
     small_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The followers would wait for rank 0's values for good, and so would the next request."""
+    """Otherwise the followers, and the next request, would wait for rank 0's values forever."""
     monkeypatch.setattr(ranks, "_SECONDS_TO_NOTICE", 0)
     decoder = Decoder(small_model)
     led(decoder.loaded, Silent())
@@ -68,7 +68,7 @@ REPEATED = {
 
 
 def test_a_message_names_only_what_is_in_mlxspec() -> None:
-    """Whoever could send one could otherwise call any function."""
+    """Otherwise a message could call any function."""
     leader = Leader(cast(Any, None), cast(Any, Received()))
     leader._send(print, ["hello"], None)
     with pytest.raises(pickle.UnpicklingError, match="is not part of mlxspec"):
@@ -76,14 +76,14 @@ def test_a_message_names_only_what_is_in_mlxspec() -> None:
 
 
 class Received:
-    """A channel that keeps the last message."""
+    """A channel that stores the last message."""
 
     def send(self, message: bytes) -> None:
         self.message = message
 
 
 class Silent:
-    """A channel to no other rank."""
+    """A channel without other ranks."""
 
     def send(self, message: bytes) -> None:
         pass
@@ -93,7 +93,7 @@ class Silent:
 
 
 class Echo:
-    """A channel to a follower in this process, with the same model, which is one message behind."""
+    """A channel to a follower in this process with the same model, one message behind."""
 
     def __init__(self, model: Any) -> None:
         self.follower = Follower()
@@ -107,7 +107,7 @@ class Echo:
         self._last = message
 
     def flush(self) -> None:
-        """Let the follower do what the leader has done."""
+        """Let the follower catch up with the leader."""
         last, self._last = self._last, b""
         if last:
             self.names |= {name for name in REPEATED if name.encode() in last}
@@ -122,7 +122,7 @@ class Echo:
 
 
 class Checked(Engine):
-    """Compares the follower's caches with the leader's after each turn."""
+    """A leader whose caches are compared with the follower's after each turn."""
 
     def __init__(self, decoder: Decoder, echo: Echo, cache: PrefixCache) -> None:
         super().__init__(decoder, stall=1e-9, max_active=3)
@@ -185,7 +185,7 @@ def test_a_follower_has_the_leaders_caches_after_each_turn(
 
 
 def run(engine: Engine, decoder: Decoder, cache: PrefixCache, options: Any) -> None:
-    """Requests that share forwards and prefixes; some are cancelled, the last continues one."""
+    """Run requests that share forwards and prefixes; cancel some; continue one in the last."""
     pick = random.Random(5)
     system, ended = [pick.randrange(64) for _ in range(70)], list[list[int]]()
 

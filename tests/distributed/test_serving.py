@@ -1,4 +1,4 @@
-"""A server whose model is split over two or three ranks answers as one process does."""
+"""A server split over two or three ranks gives the answers of one process."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ REGEX = "[a-z]{2,9}( [a-z]{2,9}){0,3}"
 
 
 class Serving:
-    """A server of some ranks.
+    """A running server of several ranks.
 
     Attributes:
-        launcher: its ``mlx.launch``.
-        address: where it answers.
-        lines: what the ranks have written to standard error.
+        launcher: its ``mlx.launch`` process.
+        address: its URL.
+        lines: the ranks' standard error.
     """
 
     def __init__(self, launcher: subprocess.Popen[str], folder: Path) -> None:
@@ -55,11 +55,11 @@ class Serving:
                 self._ready.set()
 
     def post(self, path: str = "completions", **body: Any) -> httpx.Response:
-        """The answer to a request."""
+        """Send a request; return the answer."""
         return httpx.post(f"{self.address}/v1/{path}", json=body, timeout=SECONDS)
 
     def cancel(self, path: str, **body: Any) -> int:
-        """The status of a streamed answer whose client goes when it begins."""
+        """Disconnect when a streamed answer begins; return its status."""
         url, body = f"{self.address}/v1/{path}", {**body, "stream": True, "max_tokens": 500}
         with httpx.stream("POST", url, json=body, timeout=SECONDS) as answer:
             next(answer.iter_bytes())
@@ -69,7 +69,7 @@ class Serving:
         os.kill(int((self._folder / f"rank {rank}").read_text()), number)
 
     def errors(self) -> str:
-        """What the ranks have written, once all have ended."""
+        """Wait until all ranks have ended; return their standard error."""
         self.launcher.wait(SECONDS)
         self._reading.join(SECONDS)
         return "".join(self.lines)
@@ -77,7 +77,7 @@ class Serving:
 
 @contextmanager
 def serving(model: Path, folder: Path, n: int) -> Iterator[Serving]:
-    """A server of ``n`` ranks that answers, for up to 220 requests at once."""
+    """Run a server of ``n`` ranks that takes up to 220 concurrent requests."""
     command = (
         "serve",
         "--model",
@@ -92,14 +92,14 @@ def serving(model: Path, folder: Path, n: int) -> Iterator[Serving]:
     try:
         with launched(*script, *command, folder=folder, n=n) as launcher:
             yield Serving(launcher, folder)
-    finally:  # the ranks outlive a launcher that is killed
+    finally:  # ranks survive a killed launcher
         for file in folder.glob("rank *"):
             with suppress(ProcessLookupError):
                 os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 def asked(number: int) -> dict[str, Any]:
-    """A random request to one of the APIs, some of which begin alike."""
+    """Return a random request to one of the APIs; some share a prefix."""
     pick = random.Random(number)
     body: dict[str, Any] = {"max_tokens": pick.randint(1, 24), "temperature": 0}
     path = pick.choice(["completions", "completions", "chat/completions", "messages"])
@@ -110,13 +110,13 @@ def asked(number: int) -> dict[str, Any]:
             body["guided_regex"] = REGEX
     else:
         body["messages"] = [{"role": "user", "content": "a red fox " * pick.randint(1, 20)}]
-    if path != "messages" and pick.random() < 0.3:  # Anthropic's has no seeds
+    if path != "messages" and pick.random() < 0.3:  # Anthropic's API has no seed
         body |= {"temperature": 0.3, "top_p": 0.9, "seed": number}
     return {"path": path, **body}
 
 
 def text_of(answer: dict[str, Any]) -> str:
-    """What an answer of any of the APIs says."""
+    """Return the text of an answer of any of the APIs."""
     (said,) = answer.get("choices") or answer["content"]
     text: str = said["message"]["content"] if "message" in said else said["text"]
     return text
@@ -134,9 +134,9 @@ def text_of(answer: dict[str, Any]) -> str:
 def test_requests_at_once_get_what_one_process_generates(
     n: int, kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """Every tenth is also cancelled at its first token. A hybrid runs in a pipeline.
+    """Every tenth request is also cancelled at its first token. A hybrid model runs as a pipeline.
 
-    At the end the server is terminated, without an error of any rank.
+    Then the server is terminated, without an error of any rank.
     """
     model: Path = request.getfixturevalue(kind)
     bodies = [asked(number) for number in range(REQUESTS)]
@@ -154,11 +154,11 @@ def test_requests_at_once_get_what_one_process_generates(
         if text != (one_process := alone(decoder, **body))
     ]
     print(*differing, sep="\n")
-    assert len(differing) <= 1  # at a near tie, since the ranks' sums have other rounding
+    assert len(differing) <= 1  # at a near tie: the ranks' sums round differently
 
 
 def alone(decoder: Decoder, path: str, max_tokens: int, **fields: Any) -> str:
-    """What plain decoding writes; an answer of a chat begins without a space."""
+    """Return plain decoding's output; a chat's answer has no leading space."""
     prompt = fields.pop("prompt", None) or fields.pop("messages")
     sampling: dict[str, Any] = {"temp": fields.pop("temperature")}
     if "guided_regex" in fields:
@@ -198,7 +198,7 @@ def test_requests_get_an_error_if_a_rank_dies_or_hangs(
             assert response.result(SECONDS).status_code == 503
             assert line in response.result().json()["error"]["message"]
         if end is signal.SIGSTOP:
-            server.signal(rank, signal.SIGKILL)  # or mlx.launch would wait for it
+            server.signal(rank, signal.SIGKILL)  # otherwise mlx.launch would wait for it
         assert f"Error: {line}" in server.errors()
         assert server.errors().count("Error") == 1
 

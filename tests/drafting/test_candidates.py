@@ -1,4 +1,4 @@
-"""Trees of several drafters, merged: one tree of all paths, with probabilities that add up."""
+"""Merging several drafters' trees into one tree of all paths, with consistent probabilities."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Path = tuple[int, ...]
 
 @st.composite
 def candidates(draw: st.DrawFn, name: str) -> DraftTree:
-    """What a source may say: siblings exclude each other, and the likeliest stand first."""
+    """Generate a source's candidates: siblings' probabilities add up to 1 at most, best first."""
     grown = TreeBuilder(9)
     left, p_reached = [1.0], [1.0]
     for parent, token, share in draw(
@@ -39,7 +39,7 @@ def merged(sources: list[DraftTree], max_nodes: int) -> DraftTree:
 
 
 def paths(of: DraftTree | TreeBuilder) -> list[Path]:
-    """The tokens that lead to each node, the root's first."""
+    """Return the path of tokens to each node, the root's first."""
     found: list[Path] = [()]
     for token, parent in zip(of.tokens[1:], of.parents[1:], strict=True):
         found.append((*found[parent], token))
@@ -84,7 +84,7 @@ def test_merged_candidates_are_all_paths_with_probabilities_that_add_up(
 def test_the_nodes_that_are_left_out_are_in_no_best_draft(
     text: list[int], slopes: list[float], branching: bool, rate: float
 ) -> None:
-    """A tree that ends where no further row can pay has the best draft of the whole tree."""
+    """A tree cut off where further rows cannot pay still has the whole tree's best draft."""
     curve = CostCurve(enumerate(accumulate(slopes, initial=1.0), start=1))
     index, model = SuffixIndex(text), AcceptanceModel()
     evidence = "context", index.tokens, index.occurrences(), model

@@ -1,4 +1,4 @@
-"""Curves by the names of chips: how they are found, and what is said of those without one."""
+"""Cost curves of known chips, and the error for unknown ones."""
 
 from __future__ import annotations
 

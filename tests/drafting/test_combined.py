@@ -1,4 +1,4 @@
-"""Combined drafts against sets of token paths."""
+"""Combined drafts compared with sets of token paths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ branches = st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=5)
 
 @st.composite
 def trees(draw: st.DrawFn) -> DraftTree:
-    """Any tree, equal siblings included, whose root is 9."""
+    """Generate any tree with root 9, including equal siblings."""
     size = draw(st.integers(1, 9))
     parents = [-1] + [draw(st.integers(0, node - 1)) for node in range(1, size)]
     tokens = [9, *draw(st.lists(st.integers(0, 3), min_size=size - 1, max_size=size - 1))]
@@ -24,7 +24,7 @@ def trees(draw: st.DrawFn) -> DraftTree:
 
 
 class Scripted(Drafter):
-    """Proposes a given tree and keeps what it observes."""
+    """Proposes a given tree and records the steps that it observes."""
 
     pipelined = False
     branching = True
@@ -56,7 +56,7 @@ def paths(tree: DraftTree) -> set[tuple[int, ...]]:
 
 
 def choice(tokens: tuple[int, ...]) -> int:
-    """A made-up target: its token after a path."""
+    """Return the next token of an artificial target after a path."""
     return (7 * sum(tokens) + len(tokens)) % 4
 
 
@@ -72,7 +72,7 @@ def test_the_merged_tree_has_exactly_the_paths_of_both(first: DraftTree, second:
     combined = CombinedDrafter(Scripted(first), Scripted(second))
     merged = combined.propose(10)
     assert paths(merged) == paths(first) | paths(second)
-    assert len(merged) == len(paths(merged))  # nothing twice
+    assert len(merged) == len(paths(merged))  # no duplicates
     from_first = {path(merged, node) for node in range(len(merged))[: len(paths(first))]}
     assert from_first == paths(first)
 

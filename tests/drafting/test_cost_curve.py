@@ -1,4 +1,4 @@
-"""Cost curves, measured and published."""
+"""Measured and published cost curves."""
 
 import pytest
 

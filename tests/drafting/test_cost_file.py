@@ -1,4 +1,4 @@
-"""What the cache keeps, what it refuses, and that it never fails."""
+"""The cost file: what it stores, what it ignores, and that it never raises."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_file_that_has_been_changed_or_cut_is_ignored(
 
 
 def usable_or_ignored(cache: CostCache) -> None:
-    """A reader that ignores what it cannot use, and never fails."""
+    """Assert that a reader ignores unusable content and never raises."""
     known = harmless(lambda: [*cache.read(KEY).values(), *kept_in(cache)])
     assert isinstance(known, list)
     for times in (found.times for found in known):

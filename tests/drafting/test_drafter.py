@@ -1,4 +1,4 @@
-"""Draft trees against brute force."""
+"""Draft trees compared with brute force."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def trees(draw: st.DrawFn) -> DraftTree:
 
 
 def path(tree: DraftTree, node: int) -> tuple[int, ...]:
-    """Nodes from the root to ``node``, following parents."""
+    """Return the nodes from the root to ``node``."""
     return (*path(tree, tree.parents[node]), node) if node >= 0 else ()
 
 

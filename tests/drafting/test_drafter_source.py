@@ -1,4 +1,4 @@
-"""Any drafter's drafts as candidates: what is learned of them stays a probability."""
+"""A custom drafter's drafts as candidates, whose estimates stay probabilities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlxspec.drafting.sources import DrafterSource, PromptLookupDrafter
 
 
 class Always(Drafter):
-    """Drafts the same tokens again and again."""
+    """Always drafts the same tokens."""
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]

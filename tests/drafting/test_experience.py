@@ -1,4 +1,4 @@
-"""What generations teach: known probabilities are found, and kinds of requests are kept apart."""
+"""Experience: estimates converge to known probabilities, and request kinds stay separate."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from mlxspec.drafting.suffix_source import SuffixSource
 
 
 def test_the_probabilities_of_a_known_source_are_found() -> None:
-    """Features add to the logit of the truth; the estimates begin 1.5 too low.
+    """Features add to the true logit; the estimates start 1.5 too low.
 
-    They keep following new requests, so they move around the truth: by little, and on average not.
+    They keep following new requests, so they vary slightly around the truth, without bias.
     """
     source, corrections = random.Random(1), Corrections()
     truth = {0: 1.0, 1: -2.0, 2: 0.5, 3: 2.0}
@@ -61,7 +61,7 @@ def test_a_kind_of_request_is_known_from_its_second_on() -> None:
     everyone.learn((7,), 0.0, True)
     own, everyone_again = experience.of_kind(prompt(1, 2))
     assert everyone_again is everyone
-    # It begins with what all have taught, and goes its own way.
+    # A request starts from the shared estimates and then diverges.
     assert own.logit((7,)) == everyone.logit((7,)) > 0
     own.learn((7,), 0.0, False)
     assert own.logit((7,)) < everyone.logit((7,))
@@ -81,7 +81,7 @@ def test_few_kinds_are_remembered() -> None:
     for kind in range(500):
         for number in range(2):
             experience.of_kind(prompt(kind, number))
-    assert len(experience.of_kind(prompt(499, 2))) == 2  # the newest are known
+    assert len(experience.of_kind(prompt(499, 2))) == 2  # it knows the newest ones
     assert len(experience.of_kind(prompt(0, 2))) == 1
 
 
@@ -90,7 +90,7 @@ def test_few_kinds_are_remembered() -> None:
 def test_a_decoder_drafts_more_where_its_requests_copy_and_less_where_they_do_not(
     copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each prompt has passages; an output repeats one, or leaves each after its first token."""
+    """An output repeats a passage of its prompt, or leaves each after the first token."""
     monkeypatch.setattr(planning, "_FIRST_BANK", math.inf)  # the guard allows all
     source, curve = random.Random(3), known_chip("M4 Pro").curve
 
@@ -102,7 +102,7 @@ def test_a_decoder_drafts_more_where_its_requests_copy_and_less_where_they_do_no
         return tokens, [t for p in passages for t in (p[0], source.randrange(50, 5000))]
 
     def rows(experience: Experience, rounds: int) -> float:
-        """The rows of each step."""
+        """Return the rows of each step."""
         total = 0.0
         for _ in range(rounds):
             tokens, output = request()

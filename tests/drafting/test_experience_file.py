@@ -1,4 +1,4 @@
-"""What generations teach, kept on disk without any text."""
+"""Experience saved on disk, without any text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mlxspec.drafting.learned import CostCache, CostKey, Experience, experience_
 
 
 def taught(experience: Experience, *features: int, right: bool = True, times: int = 60) -> None:
-    """One generation whose continuations with these features were all right, or all wrong."""
+    """Learn from a generation whose drafts with these features were all right or all wrong."""
     for _ in range(times):
         experience.corrections.learn(features, 0.0, right)
     experience.end()
@@ -184,5 +184,5 @@ def test_killed_while_writing_nothing_is_lost(tmp_path: Path) -> None:
             writer.send_signal(signal.SIGKILL)
             writer.communicate()
         assert Experience(path).corrections.logit((7,)) == pytest.approx(known)
-    taught(Experience(path), 7)  # and what the killed ones had begun is cleared away
+    taught(Experience(path), 7)  # temporary files of the killed processes are removed
     assert [*tmp_path.iterdir()] == [path]

@@ -1,4 +1,4 @@
-"""Forced tokens as drafts, beside whatever else is drafted."""
+"""Forced tokens as drafts, alone and beside other drafts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mlxspec.drafting.sources import forced_chain, with_forced
 
 
 class Spelled:
-    """A guide for an output that is one text, or one of two after a common beginning."""
+    """A guide to a single text, or to two texts with a common prefix."""
 
     def __init__(self, *texts: str) -> None:
         self._texts = [[*map(ord, text)] for text in texts]
@@ -41,7 +41,7 @@ class Spelled:
 
 
 class Fixed(Drafter):
-    """Always drafts the same."""
+    """Always drafts the same tokens."""
 
     def __init__(self, tree: DraftTree, branching: bool = True) -> None:
         self.tree, self.branching = tree, branching

@@ -1,4 +1,4 @@
-"""When a planner runs a trained head, how deep, and what the head's drafts teach."""
+"""When and how deep a planner runs a trained head, and what it learns from the drafts."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ WRONG = -2
 
 
 class Scripted(HeadSource):
-    """Drafts an output's next tokens, or wrong ones; notes the depths of its drafts.
+    """Drafts an output's next tokens, or wrong ones; records its drafts' depths.
 
     Args:
-        output: what follows the prompt.
-        cost: of each token, in plain steps.
-        experience: of several of them.
+        output: the tokens after the prompt.
+        cost: the cost of each token, in plain steps.
+        experience: estimates to share between several heads.
     """
 
     confidence = 0.9
@@ -71,7 +71,7 @@ class Scripted(HeadSource):
 
 
 def noise(length: int, seed: int = 1) -> list[int]:
-    """Tokens that never repeat."""
+    """Return tokens that never repeat."""
     return random.Random(seed).sample(range(1000, 30000), length)
 
 
@@ -92,7 +92,7 @@ def depths(head: Scripted) -> list[int]:
     return [depth for depth, _ in head.runs]
 
 
-# --- what a draft takes ---
+# --- the cost of a draft ---
 
 
 def test_times_grow_by_depth_and_follow_measured_drafts() -> None:
@@ -121,7 +121,7 @@ def test_one_slow_draft_changes_little() -> None:
     assert times.seconds(1, 3) < times.seconds(1, 4) < 0.02
 
 
-# --- when it runs, and how deep ---
+# --- when and how deep it runs ---
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_one_slow_draft_changes_little() -> None:
     [
         (FLAT, 0.9, 0.01, 4),
         (TWO_FREE, 0.9, 0.01, 2),  # a third token would cost eight steps
-        (FLAT, 0.9, 2.0, 0),  # dearer than what it drafts
+        (FLAT, 0.9, 2.0, 0),  # costs more than its drafts gain
         (FLAT, 0.05, 0.2, 0),
         (LINEAR, 0.9, 0.01, 0),
     ],
@@ -158,7 +158,7 @@ def test_where_text_is_sure_it_does_not_run() -> None:
     head = Scripted(text[50:250])
     replayed = replay([*text, *text[:50]], text[50:250], planner_of(head, text=True))
     assert replayed.tokens / replayed.cost(FLAT) > 5
-    assert len(head.runs) <= 3  # until the copy is sure
+    assert len(head.runs) <= 3  # until the copy is certain
 
 
 def test_without_text_it_carries_the_output() -> None:
@@ -249,7 +249,7 @@ def test_it_learns_from_tokens_that_can_be_judged() -> None:
     head.observe(verify(head.drafted([5, 6, WRONG, 8], [0.9] * 4), [5, 6, 7, 8]))
     first, second, third, fourth = head.experience.p_accept
     assert first == second > 0.7 > third
-    assert fourth == 0.7  # after a wrong one
+    assert fourth == 0.7  # after a wrong token
     assert head.last == 7
 
 
@@ -316,7 +316,7 @@ def test_heads_of_a_joint_step_run_together() -> None:
     trees = [planner.draft(plan) for planner, plan in zip(planners, plans, strict=True)]
     assert [len(tree) for tree in trees] == [5, 5, 5]
     charged = sum(plan.charge for plan in plans)
-    assert charged == pytest.approx(3 + 4 * (0.2 + FLAT(13) - 1))  # by all who wait
+    assert charged == pytest.approx(3 + 4 * (0.2 + FLAT(13) - 1))  # charged to all who wait
 
 
 def test_a_head_that_is_not_ready_is_left_out_of_a_joint_step() -> None:

@@ -1,4 +1,4 @@
-"""Costs that follow the steps: context lengths, threads, and the sync overhead."""
+"""Costs updated by steps: context lengths, threads and the sync overhead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def times(cost: float) -> list[KnownTime]:
 
 
 def plain(costs: LiveCosts, seconds: float) -> None:
-    """A short pipeline: its time is conserved, and only that in its middle is a step's."""
+    """Record a short pipeline. Only the times in its middle are those of single steps."""
     costs.record(1, 1.6 * seconds, False)
     costs.record(1, seconds, True)
     costs.record(1, seconds, True)
@@ -38,17 +38,17 @@ def plain(costs: LiveCosts, seconds: float) -> None:
 
 CLIFF = {1: 0.02, 4: 0.024, 8: 0.04, 12: 0.05, 16: 0.052}
 GROWTH = {1: 2e-6, 4: 2e-6, 8: 2.4e-6, 12: 12e-6, 16: 12e-6}
-"""Seconds that a position adds: attention leaves its fast kernel behind 8 rows."""
+"""Seconds per position and number of rows; above 8 rows, attention leaves its fast kernel."""
 
 
 def behind(context: int, rows: int) -> float:
-    """The time of a step on a machine whose attention has a cliff."""
+    """Return a step's time on a machine whose attention has a cliff."""
     at = sorted(CLIFF)
     return float(np.interp(rows, at, [CLIFF[row] + context * GROWTH[row] for row in at]))
 
 
 def measured(*contexts: int, rows: Sequence[int] = tuple(CLIFF)) -> dict[int, list[KnownTime]]:
-    """What is measured there."""
+    """Return measurements on that machine."""
     return {
         context: [KnownTime(row, behind(context, row), 0.05) for row in rows]
         for context in contexts
@@ -57,7 +57,7 @@ def measured(*contexts: int, rows: Sequence[int] = tuple(CLIFF)) -> dict[int, li
 
 @pytest.mark.parametrize("context", [64, 500, 4000, 8000, 20_000])
 @pytest.mark.parametrize("rows", [4, 8, 12, 16])
-def test_times_at_two_context_lengths_tell_those_at_all_others(context: int, rows: int):
+def test_times_at_two_context_lengths_determine_all_others(context: int, rows: int):
     costs = LiveCosts(measured(64, 8000))
     costs.move_to(context)
     truth = behind(context, rows) / behind(context, 1)
@@ -77,14 +77,14 @@ def test_rows_that_were_measured_at_one_length_only_follow_from_their_neighbours
     known = measured(64) | measured(8000, rows=(1, 4, 16))
     costs = LiveCosts(known)
     costs.move_to(8000)
-    # Half-way between 4 and 16 rows less a little: there is no cliff to be seen.
+    # Interpolated between 4 and 16 rows, so the cliff is invisible.
     between = GROWTH[4] + (GROWTH[16] - GROWTH[4]) * 8 / 12
     expected = (behind(64, 12) + between * 8128) / behind(8000, 1)
     assert costs.curve(12) == pytest.approx(expected, rel=0.03)
     costs.move_to(64)
     assert costs.curve(12) == pytest.approx(behind(64, 12) / behind(64, 1))
     wider = LiveTimes(measured(64) | measured(8000, rows=(1, 4, 8)))
-    grown = GROWTH[8] * 8000  # as for the widest one that was measured
+    grown = GROWTH[8] * 8000  # the growth of the widest measured step
     assert wider.curve(8000)(16) == pytest.approx((CLIFF[16] + grown) / behind(8000, 1), rel=0.03)
 
 
@@ -107,7 +107,7 @@ def test_a_wrong_growth_is_corrected_where_steps_run_and_elsewhere(wrong: float)
             assert costs.curve(rows) == pytest.approx(
                 behind(context, rows) / behind(context, 1), rel=error
             )
-    again = LiveCosts(costs.known())  # what is kept for the next process says the same
+    again = LiveCosts(costs.known())  # the saved costs, as the next process loads them
     again.move_to(16_000)
     assert again.curve(12) == pytest.approx(costs_at(costs, 16_000), rel=0.05)
 
@@ -155,10 +155,10 @@ def test_the_cost_of_waiting_is_that_of_plain_steps_outside_the_pipeline() -> No
         costs.record(8, 0.020, False)
     assert costs.sync_overhead == pytest.approx(0.2, abs=0.02)
     for _ in range(60):
-        costs.record(1, 0.018, False)  # the first of a pipeline dispatches two forwards
+        costs.record(1, 0.018, False)  # a pipeline's first step dispatches two forwards
         costs.record(1, 0.010, True)
         costs.record(1, 0.010, True)
-        costs.record(1, 0.003, True)  # and the last one finds its own nearly done
+        costs.record(1, 0.003, True)  # the last step's forward is nearly done already
         costs.record(8, 0.020, False)
     assert costs.sync_overhead == pytest.approx(0.1, abs=0.02)
 
@@ -167,7 +167,7 @@ def test_plain_steps_are_wanted_until_they_have_run_among_drafted_ones_and_again
     costs = LiveCosts({1024: [KnownTime(1, 0.010, 0.01), KnownTime(8, 0.020, 0.01)]})
     for _ in range(50):
         costs.record(1, 0.010, True)
-    assert costs.wants_plain_steps  # of drafted ones nothing is known yet
+    assert costs.wants_plain_steps  # nothing is known of drafted steps yet
     for _ in range(10):
         costs.record(8, 0.020, False)
         plain(costs, 0.010)
@@ -187,7 +187,7 @@ def test_costs_are_learned_where_plain_steps_run_only_when_they_are_wanted(wrong
     sought = 0
     for _ in range(200):
         sought = sought + 1 if costs.wants_plain_steps else 0
-        rows = 1 if sought % 30 >= 24 else generator.choice((4, 8, 16))  # six in a row
+        rows = 1 if sought % 30 >= 24 else generator.choice((4, 8, 16))  # six plain steps in a row
         costs.record(rows, true[rows] * generator.lognormvariate(0, 0.05), rows == 1)
     for rows in (4, 8, 16):
         assert costs.curve(rows) == pytest.approx(true[rows] / true[1], rel=0.06)
@@ -209,7 +209,7 @@ def test_a_plain_step_that_was_measured_too_slow_is_corrected_by_the_few_that_ru
 
 
 def test_generations_beside_each_other_have_runs_of_their_own():
-    """Plain steps of one, between those of the other, neither begin nor end its runs."""
+    """Plain steps of one between those of the other do not start or end its runs."""
 
     steps = [(1, 0.012, False), *[(1, 0.010, True)] * 20, *[(8, 0.021, False)] * 30]
     shared, in_turn = LiveCosts({64: times(2.0)}), LiveCosts({64: times(2.0)})
@@ -284,7 +284,7 @@ ANY_STEP = st.tuples(st.integers(1, 200), st.floats(), st.booleans())
 
 
 def check_makes_sense(costs: LiveCosts) -> None:
-    """All that a planner and a scheduler read is finite, and more rows never cost less."""
+    """Assert that all costs are finite and that more rows never cost less."""
     table = costs.curve.table
     assert table[:2] == [0, 1]
     assert table == sorted(table)
@@ -329,5 +329,5 @@ def test_no_times_make_an_estimate_that_fails(
         check_makes_sense(costs)
         again = LiveCosts(costs.known())
         check_makes_sense(again.for_sequences(2))
-    for count in counts:  # with what the steps of one have taught
+    for count in counts:  # with the costs learned from one sequence's steps
         check_makes_sense(alone.for_sequences(count))

@@ -1,4 +1,4 @@
-"""A live curve follows simulated machines whose true curve is known."""
+"""A live curve tracks simulated machines with known curves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTEXT = 64
 def measured(
     truth: CostCurve, rows: Sequence[int] = (1, 2, 4, 8, 16, 32), uncertainty: float = 0.1
 ) -> LiveTimes:
-    """The curve after a measurement that was right."""
+    """Return the curve after a correct measurement."""
     return LiveTimes({CONTEXT: [KnownTime(r, PLAIN_SECONDS * truth(r), uncertainty) for r in rows]})
 
 
@@ -39,7 +39,7 @@ def run(
     noise: float = 0.03,
     spikes: float = 0.0,
 ) -> list[float]:
-    """Decode on a simulated machine; the worst relative error of a cost after each step."""
+    """Decode on a simulated machine; return the worst relative error of a cost after each step."""
     generator = random.Random(1)
     errors = []
     for step in range(steps):
@@ -102,7 +102,7 @@ def test_a_busy_machine_that_comes_and_goes_leaves_the_costs_alone():
 
 
 @pytest.mark.parametrize("change", [0.5, 1.4])
-def test_plain_steps_that_change_alone_are_told_from_the_machine(change: float):
+def test_plain_steps_that_change_alone_are_distinguished_from_the_machine(change: float):
     live = LiveTimes({CONTEXT: [KnownTime(1, PLAIN_SECONDS, 0.03)]})
     generator = random.Random(1)
 
@@ -116,14 +116,14 @@ def test_plain_steps_that_change_alone_are_told_from_the_machine(change: float):
     assert live.curve(CONTEXT)(4) == pytest.approx(1.5, rel=0.03)
     rounds(20, plain=change)
     assert live.curve(CONTEXT)(4) == pytest.approx(1.5 / change, rel=0.03)
-    live.record(6, CONTEXT, PLAIN_SECONDS * 2)  # as many rows as no step had before
+    live.record(6, CONTEXT, PLAIN_SECONDS * 2)  # more rows than any step before
     assert 1.5 / change <= live.curve(CONTEXT)(6) < 3 / change
 
 
 def test_a_burst_of_another_program_s_work_leaves_the_costs_alone():
     live = measured(M4)
     run(live, M4, 200)
-    # Its threads are in the way of wide steps alone, while some narrow ones run between.
+    # Another program's threads slow down wide steps only; some narrow steps run in between.
     for _ in range(6):
         for rows in (1, 8, 1):
             live.record(rows, CONTEXT, PLAIN_SECONDS * M4(rows) * (5 if rows == 8 else 1))
@@ -155,7 +155,7 @@ def test_a_wrong_curve_becomes_right_where_steps_run(believed: CostCurve, truth:
 
 
 def test_a_wrong_time_of_plain_steps_is_corrected_for_rows_that_never_run():
-    known = [KnownTime(1, PLAIN_SECONDS / 1.5, 0.2)]  # all costs look 1.5 times too high
+    known = [KnownTime(1, PLAIN_SECONDS / 1.5, 0.2)]  # makes all costs 1.5 times too high
     known += [KnownTime(r, PLAIN_SECONDS * M4(r), 0.05) for r in (4, 8, 16)]
     live = LiveTimes({CONTEXT: known})
     assert live.curve(CONTEXT)(16) == pytest.approx(1.5 * M4(16))
@@ -204,7 +204,7 @@ def test_drafts_pay_again_soon_after_a_measurement_on_a_busy_machine(worst: int)
     ]
     live = LiveTimes({CONTEXT: times})
     for step in range(300):
-        # As a planner does: the widest step with twice as many tokens as its hopeful cost.
+        # Like a planner: the widest step whose optimistic cost is below half its rows.
         hopeful = live.hopeful(CONTEXT)
         rows = max((r for r in range(1, 17) if hopeful(r) < 0.5 * r), default=1) if step % 4 else 1
         live.record(rows, CONTEXT, PLAIN_SECONDS * M4(rows))
@@ -233,7 +233,7 @@ def test_a_few_steps_correct_usual_costs_for_all_rows(truth: CostCurve):
     run(live, truth, 24, rows=(1, 1, 4, 7))
     for rows in (4, 7, 8):
         assert live.curve(CONTEXT)(rows) == pytest.approx(truth(rows), rel=0.15)
-    for rows in (2, 16):  # as far as a power of the rows can tell
+    for rows in (2, 16):  # within the accuracy of a power law
         assert live.curve(CONTEXT)(rows) == pytest.approx(truth(rows), rel=0.45)
 
 
@@ -249,7 +249,7 @@ def test_where_costs_are_known_there_is_nothing_to_hope_for():
     assert live.hopeful(CONTEXT) is live.curve(CONTEXT)
 
 
-def test_costs_of_rows_that_never_run_become_doubtful_until_a_step_tells():
+def test_costs_of_rows_that_never_run_become_uncertain_until_a_step_runs():
     live = measured(LINEAR, uncertainty=0.05)
     believed = [live.curve(CONTEXT)(rows) for rows in range(1, WIDEST + 1)]
     for _ in range(300):
@@ -261,7 +261,7 @@ def test_costs_of_rows_that_never_run_become_doubtful_until_a_step_tells():
     assert live.hopeful(CONTEXT)(8) == live.curve(CONTEXT)(
         8
     )  # wide drafts wait until small ones have paid
-    assert live.stddev < 0.2  # no plain steps are missing: the first drafted one tells
+    assert live.stddev < 0.2  # plain steps are known, so the first drafted step settles it
     live.record(2, CONTEXT, 2 * PLAIN_SECONDS)
     assert (
         live.hopeful(CONTEXT)(2)
@@ -273,7 +273,7 @@ def test_costs_of_rows_that_never_run_become_doubtful_until_a_step_tells():
 def test_what_one_process_doubts_the_next_one_doubts_more():
     live = measured(LINEAR, uncertainty=0.05)
     for process in range(9):
-        for _ in range(80):  # too few for one process to try a draft
+        for _ in range(80):  # too few steps for one process to try a draft
             live.record(1, CONTEXT, PLAIN_SECONDS)
             live.ran(1)
         if process == 0:

@@ -1,4 +1,4 @@
-"""Lookahead: the pool, the window, their tree, and the drafter, each against another truth."""
+"""Lookahead's pool, window, tree and drafter, each against an independent reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ texts = st.lists(st.integers(0, 3), max_size=40)
 
 
 def newest_first(ngrams: list[tuple[int, ...]], first: int, size: int) -> list[tuple[int, ...]]:
-    """The last ``size`` different n-grams with this first token, by when they were last added."""
+    """Return the last ``size`` different n-grams with this first token, the newest first."""
     tails: list[tuple[int, ...]] = []
     for ngram in reversed(ngrams):
         if ngram[0] == first and ngram[1:] not in tails:
@@ -33,7 +33,7 @@ def newest_first(ngrams: list[tuple[int, ...]], first: int, size: int) -> list[t
 
 
 def guesses(drafter: LookaheadDrafter, first: int) -> DraftTree:
-    """What it drafts after a token."""
+    """Return a pool's guesses after a token."""
     drafter._text.append(first)
     return drafter.propose(100)
 
@@ -65,7 +65,7 @@ def test_a_text_may_come_in_pieces() -> None:
 
 
 def target(tokens: list[int]) -> int:
-    """A made-up target: its token after these."""
+    """Return the next token of an artificial target."""
     return random.Random(str(tokens)).randrange(50)
 
 
@@ -106,7 +106,7 @@ Row = tuple[str, int, int]  # ("window", level, column) or ("guess", number, pla
 
 
 def visible(row: Row) -> list[Row]:
-    """What a row may attend to among the step's rows, as the paper has it."""
+    """Return the rows of a step that a row may attend to, after the paper."""
     kind, first, second = row
     if kind == "guess":
         return [("window", 0, 0), *(("guess", first, place) for place in range(second + 1))]
@@ -115,7 +115,7 @@ def visible(row: Row) -> list[Row]:
 
 
 def position(row: Row) -> int:
-    """The row's position behind that of the current token."""
+    """Return a row's position relative to the current token."""
     kind, first, second = row
     return second + 1 if kind == "guess" else first + second
 
@@ -162,7 +162,7 @@ def check(levels: list[list[int]], guesses: list[list[int]]) -> None:
         assert draft.tokens[node] == tokens[row]
         assert draft.depths[node] == position(row)
         assert set(mask[node].nonzero()[0]) == {nodes[other] for other in visible(row)}
-    assert set(nodes.values()) | {0} == set(range(len(draft)))  # and there is no other row
+    assert set(nodes.values()) | {0} == set(range(len(draft)))  # there are no other rows
 
 
 def test_equal_beginnings_are_verified_once() -> None:
@@ -178,7 +178,7 @@ def test_the_first_guess_is_what_remains_of_it_for_a_target_without_trees() -> N
 
 
 def verified(tree: DraftTree, successors: dict[int, int], argmax: int = 0) -> VerifiedStep:
-    """A step of a target whose choice is a function of the token before it."""
+    """Verify a tree with a target whose choice is a function of the previous token."""
     choices = tuple(successors.get(token, argmax) for token in tree.tokens)
     accepted, tokens = accept(tree, choices)
     return VerifiedStep(tree, choices, choices, accepted, tokens)
@@ -198,19 +198,19 @@ def test_a_guess_that_is_right_to_its_end_gives_the_bonus_token_too() -> None:
 def test_after_a_hit_the_pool_gets_what_was_emitted_and_not_the_wrong_guess() -> None:
     drafter = LookaheadDrafter(window_size=0, ngram_size=3, guess_set_size=4)
     drafter.begin([1, 2, 9, 1, 2, 3, 1])
-    # Both guesses after 1 are drafted; (2, 9) is the older one, and wrong.
+    # Both guesses after 1 are drafted; the older one, (2, 9), is wrong.
     tree = drafter.propose(100)
     assert set(tree.tokens[1:]) == {2, 3, 9}
     drafter.observe(verified(tree, ROUND))
     drafter.observe(verified(DraftTree.chain(4), {4: 1}))
     tree = drafter.propose(100)
     assert tree.first_chain().tokens == (1, 2, 3)
-    assert tree.tokens == (1, 2, 3, 9)  # as old as before: behind the one that was right
+    assert tree.tokens == (1, 2, 3, 9)  # its age is unchanged, so the right guess comes first
 
 
 def test_the_window_may_be_accepted_along() -> None:
     drafter = LookaheadDrafter(3, 3, 2, pool_from_prompt=False)
-    drafter.begin([5, 5, 5])  # so all of the window's first level are 5
+    drafter.begin([5, 5, 5])  # so the window's first level is all 5
     step = verified(drafter.propose(100), {5: 5})
     assert step.tokens == (5, 5, 5, 5)
 

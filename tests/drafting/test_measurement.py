@@ -1,4 +1,4 @@
-"""A measurement on a simulated machine, whose clock only its steps move."""
+"""Measurements on a simulated machine whose clock only advances with steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ APPLE = ("M2 Pro", "M4 Pro", "M3 Max", "M5 Max", "M3 Ultra")
 
 
 class Machine:
-    """Takes the time that a curve says; the first step of each width takes half as long again."""
+    """Takes a curve's times; the first step of each width takes half as long again."""
 
     def __init__(self, curve: CostCurve, plain_seconds: float) -> None:
         self.now = 100.0
@@ -74,7 +74,7 @@ def test_a_quick_measurement_of_25_ms_steps_gives_the_chip_s_curve(chip: str):
     live = LiveTimes({64: times})
     rows = {time.rows for time in times}
     assert {1, 2, 4, 8, 16} <= rows
-    assert {5, 6} <= rows or chip == "M2 Pro"  # whose rows take the longest
+    assert {5, 6} <= rows or chip == "M2 Pro"  # with the slowest rows
     for width in range(1, 17):
         assert live.curve(64)(width) == pytest.approx(truth(width), rel=0.2)
 
@@ -141,7 +141,7 @@ def test_the_last_rows_before_a_stair_are_measured_before_those_behind_it(plan: 
 
 
 class Scattered:
-    """Steps of 10 ms that other programs lengthen at random."""
+    """A machine with steps of 10 ms that other programs lengthen at random."""
 
     def __init__(self, seed: int, lengthened: Callable[[np.random.Generator], float]) -> None:
         self._random = np.random.default_rng(seed)
@@ -172,7 +172,7 @@ def test_the_true_quartile_lies_within_the_error_19_times_of_20():
         abs(time.seconds - quartile) <= 1.96 * time.uncertainty * time.seconds for time in times
     ]
     assert 0.93 <= np.mean(within) <= 1
-    # And the interval is not much wider than it has to be: a quartile of n has 1.36 σ / √n.
+    # The interval is not much wider than necessary: a quartile of n values has 1.36 σ / √n.
     needed = [1.96 * 1.36 * 0.1 / np.sqrt(time.steps) for time in times]
     assert 1.96 * np.mean([time.uncertainty for time in times]) < 1.7 * np.mean(needed)
 
@@ -226,7 +226,7 @@ def test_a_row_that_costs_many_plain_steps_is_noise():
 
 
 def test_single_steps_are_noise_where_plain_ones_scatter():
-    """There was time for one step of each width, as on a busy or slow machine."""
+    """On a busy or slow machine, there is time for only one step of each width."""
 
     def once(*speeds: float) -> list[KnownTime]:
         machine = Machine(known_chip("M4 Pro").curve, 0.01)
@@ -248,8 +248,8 @@ def test_few_steps_on_a_slow_machine_are_no_noise():
 
 
 @pytest.mark.parametrize("ticks", [0.0, 0.01])
-def test_a_clock_that_is_too_coarse_for_a_step_tells_a_time(ticks: float):
-    """Most steps take no time by it, and some take a tick."""
+def test_a_clock_that_is_too_coarse_for_a_step_gives_a_time(ticks: float):
+    """By this clock, most steps take no time and some take one tick."""
     machine = Machine(known_chip("linear").curve, 0.001)
     machine.speed = iter([0.0, ticks, 0.0, 0.0] * 1000).__next__
     times = run(machine)

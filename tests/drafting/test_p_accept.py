@@ -1,4 +1,4 @@
-"""p_accept: the classes of tokens, what the model estimates, and that it learns."""
+"""p_accept: token classes, estimates and learning."""
 
 import random
 
@@ -78,8 +78,8 @@ def test_the_next_generation_knows_what_this_one_taught(earlier: bool) -> None:
     assert p_accept(model, continuation(3)) == first
 
 
-def test_what_differs_in_a_feature_is_told_apart() -> None:
-    """Continuations of the prompt are right and those of the output are not."""
+def test_what_differs_in_a_feature_is_distinguished() -> None:
+    """Continuations of the prompt are right, those of the output are wrong."""
     source, taught = random.Random(1), Corrections()
     model = AcceptanceModel()
     before = p_accept(model, continuation(3))[0]

@@ -1,4 +1,4 @@
-"""The planner as a whole, on texts whose best draft is known."""
+"""The whole planner, on texts whose best draft is known."""
 
 import itertools
 import random
@@ -26,7 +26,7 @@ LINEAR = CostCurve([(1, 1), (32, 32)])
 
 
 def noise(length: int, seed: int) -> list[int]:
-    """Tokens that never repeat."""
+    """Return tokens that never repeat."""
     return random.Random(seed).sample(range(1000, 30000), length)
 
 
@@ -72,7 +72,7 @@ def test_a_passage_worth_drafting_ends_the_pipeline() -> None:
 
 
 def why_none(prompt: Sequence[int], costs: CostCurve | LiveCosts) -> str:
-    """What is said of a first proposal, which drafts nothing."""
+    """Return the stated reason for a first proposal without a draft."""
     costs = FixedCosts(costs) if isinstance(costs, CostCurve) else costs
     drafter = Planner(costs, [SuffixSource()])
     drafter.begin(prompt)
@@ -96,19 +96,19 @@ def test_why_nothing_is_drafted_is_said_with_its_figures() -> None:
     assert found is not None
     assert float(found[2]) == pytest.approx(stairs(int(found[1])), abs=0.01)
     assert 1 < float(found[3]) < 3
-    # More tokens are expected than the time of the step is worth, if only the guard took the risk.
+    # The expected tokens are worth the step's time, but the guard does not take the risk.
     guard = r"the guard, with 2\.00 plain steps in its bank, forbids it: "
     found = re.fullmatch(guard + figures, why_none(copied, CostCurve([(1, 1), (2, 1.3)])))
     assert found is not None
     assert found.groups()[:2] == ("2", "1.30")
     expected = float(found[3])
     price = (expected / 1.3) ** 0.8 * 1.2**0.2
-    # The step loses 0.3 where the draft fails, and nothing where it is right.
+    # The step loses 0.3 if the draft is wrong, and nothing if it is right.
     assert 0.3 * (2 - expected) > allowed_shortfall([2.0], expected - 1 - price * 0.3)
 
 
 def test_the_time_of_a_plain_step_is_without_the_planner() -> None:
-    """A plain decoder has none. What waits for a draft takes the planner's time, too."""
+    """A plain decoder has no planner. Sequences that wait for a draft pay for planning, too."""
     costs = LiveCosts({1024: [KnownTime(1, 0.010, 0.02), KnownTime(2, 0.012, 0.02)]})
     drafter = Planner(costs, [SuffixSource()])
     drafter.begin(noise(50, seed=8))
@@ -123,14 +123,14 @@ def test_the_time_of_a_plain_step_is_without_the_planner() -> None:
 
 
 def learning(known: Sequence[KnownTime], truth: CostCurve, disturbed: int = 0) -> list[float]:
-    """Generations of 300 tokens on a machine with these costs: tokens per time of a plain step.
+    """Generate 300 tokens at a time; return tokens per plain step's time.
 
-    Other programs lengthen half of the first ``disturbed`` steps.
+    Other programs slow down half of the first ``disturbed`` steps.
     """
     shared, speeds, scatter = LiveCosts({1024: known, 4096: known}), [], random.Random(5)
     for number in range(3):
         prompt, pick, output = noise(400, seed=number), random.Random(number), []
-        while len(output) < 300:  # copies, with new words between them
+        while len(output) < 300:  # copies with new words in between
             start, fresh = pick.randrange(350), pick.randrange(30000, 60000)
             output += [*prompt[start : start + pick.randrange(5, 40)], *range(fresh, fresh + 8)]
         costs, seconds = shared.for_generation(), 0.0
@@ -174,7 +174,7 @@ def test_where_only_plain_steps_were_measured_drafts_are_soon_those_of_a_good_cu
 def test_a_machine_that_is_still_busy_at_first_is_learned_as_well():
     truth = known_chip("CPU fp32 OpenBLAS").curve
     good = learning(known_times({rows: truth(rows) for rows in MEASURED}), truth)
-    for plain in (0.5, 1.0, 2.0):  # against what it takes on the quiet machine
+    for plain in (0.5, 1.0, 2.0):  # compared with a quiet machine
         assert learning(known_times({1: plain}, 0.4), truth, disturbed=20)[2] > 0.85 * good[2]
 
 
@@ -212,28 +212,28 @@ def test_no_draft_is_deeper_than_max_depth() -> None:
 
 def test_an_earlier_output_is_drafted_from_memory() -> None:
     output = noise(100, seed=7)
-    told = []
+    reports = []
 
     class Noting(AnswerIndex):
         def add(self, output, earned=None, prompt=()):
             super().add(output, earned, prompt)
             self.settle()
-            told.append(dict(earned))
+            reports.append(dict(earned))
 
     drafter = suffix_planner(FLAT, memory=Noting())
     first = replay([1, 2, 3], output, drafter)
     again = replay([1, 4, 3], output, drafter)
     assert len(first.rows) == 100
     assert len(again.rows) < 30
-    assert told[0] == {"steps": 100, "tokens": 100}
-    assert told[1]["steps"] == len(again.rows)
-    # The last step has no token of the target's own.
-    assert told[1]["memory"] == 101 - len(again.rows)
+    assert reports[0] == {"steps": 100, "tokens": 100}
+    assert reports[1]["steps"] == len(again.rows)
+    # The last step adds no token of the target's own.
+    assert reports[1]["memory"] == 101 - len(again.rows)
 
 
 @pytest.mark.slow
 def test_a_memory_that_misleads_is_trusted_less_in_each_generation() -> None:
-    """Its texts have the output's tokens, and others after each of them."""
+    """Its texts contain the output's tokens, each with a wrong continuation."""
 
     class Lies(AnswerIndex):
         def add(self, *answer: Any, **more: Any) -> None:
@@ -251,7 +251,7 @@ def test_a_memory_that_misleads_is_trusted_less_in_each_generation() -> None:
 
 
 def test_the_context_comes_before_the_memory_and_this_before_the_prediction() -> None:
-    """The first text that proposes a node is its origin, and is counted for it."""
+    """A node's origin is the first text that proposes it."""
     memory, prediction = AnswerIndex(), [3, 4, 5, 6]
     memory.add([1, 2, *prediction])
     memory.settle()
@@ -275,7 +275,7 @@ def test_the_context_comes_before_the_memory_and_this_before_the_prediction() ->
 
 
 def test_where_texts_agree_a_child_has_the_higher_probability() -> None:
-    """One draft of several texts; with one of them it is that text's own."""
+    """Several texts give one draft; a single text gives its own."""
     every_token = range(1000)
     sure, unsure = (Corrections(dict.fromkeys(every_token, by)) for by in (0.3, -0.1))
 
@@ -312,7 +312,7 @@ def test_an_abandoned_generation_leaves_the_drafter_usable() -> None:
 
 
 def test_the_guard_bounds_what_misleading_text_costs() -> None:
-    # The same start goes on differently every time: every draft is wrong.
+    # The same start continues differently each time, so every draft is wrong.
     curve = known_chip("M2 Pro").curve
     source = random.Random(10)
     output = [t for _ in range(150) for t in (7, 8, 9, 10, source.randrange(100, 30000))]
@@ -327,7 +327,7 @@ def test_only_a_draft_that_the_guard_allows_is_waited_for() -> None:
         drafter = suffix_planner(FLAT, sync_overhead)
         drafter.begin([*known, *known])
         tokens = [*(next(new) for _ in range(60)), *known[:3]]
-        for token in tokens:  # until drafts have been worth nothing for long
+        for token in tokens:  # until drafts have gained nothing for long
             drafter.propose(0)
             drafter.observe(VerifiedStep(DraftTree.chain(0), (), (), (), (token,)))
         drafter.policy.bank = bank
@@ -352,11 +352,11 @@ def test_while_plain_steps_are_wanted_some_in_a_row_go_without_a_draft() -> None
     drafter.begin([5, 6, 7, 8] * 20)
     drafted = []
     for token in [5, 6, 7, 8] * 30:
-        drafter.policy.gain = 0.2  # where drafts gain more, none is given up for a measurement
+        drafter.policy.gain = 0.2  # when drafts gain more, none is dropped for a measurement
         drafted.append(len(drafter.propose(100)) > 1)
         assert drafted[-1] or drafter.pipelined
         drafter.observe(VerifiedStep(DraftTree.chain(8), (), (), (), (token,)))
     drafter.end()
     plain_runs = [len(list(run)) for some, run in itertools.groupby(drafted) if not some]
-    assert max(plain_runs) > 3  # the first and the last of a run tell nothing
+    assert max(plain_runs) > 3  # a run's first and last steps give no time
     assert sum(drafted) > 60

@@ -1,4 +1,4 @@
-"""How much to draft, and the guard and the probe, against exhaustive reckoning."""
+"""The number of draft tokens, the guard and the probe, compared with exhaustive search."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def settle(policy: Policy, step: VerifiedStep, cost: float, *, gain: float = 0.8
 
 
 def best(p_accept: list[float], costs: list[float], rate: float) -> tuple[float, int]:
-    """The choice of a chain without a guard."""
+    """Return the best chain length without a guard."""
     p_reached = list(itertools.accumulate(p_accept, lambda a, b: a * b))
     return best_draft(expected_tokens(p_reached), costs, rate)
 
@@ -95,7 +95,7 @@ def test_a_draft_may_risk_more_the_more_it_gains_and_the_more_there_is_to_lose()
     for allowed in by_gain, by_bank:
         assert allowed == sorted(allowed)
         assert allowed[0] == 0
-    # Sequences that share a step share their banks.
+    # Sequences that share a step pool their banks.
     assert allowed_shortfall([0.35] * 4, 0.1) == pytest.approx(2 * allowed_shortfall([0.35], 0.1))
 
 
@@ -112,7 +112,7 @@ def test_rate_and_gain_approach_those_of_the_steps() -> None:
     policy = Policy()
     first = policy.rate
     for _ in range(20):
-        settle(policy, DRAFTED, cost=1.5)  # three tokens in the time of 1.5
+        settle(policy, DRAFTED, cost=1.5)  # three tokens at a cost of 1.5
     assert policy.rate == pytest.approx(2.0 - (2.0 - first) * 0.9**20)
     assert policy.gain == pytest.approx(0.8 - 0.8 * 0.9**20)
 
@@ -147,7 +147,7 @@ def test_while_plain_steps_are_wanted_some_in_a_row_go_without_a_draft() -> None
         policy.settle(DRAFTED, 1.5, gain=0.2, probing=True)
     runs = [len(list(run)) for probing, run in itertools.groupby(probes) if probing]
     assert len(runs) > 1
-    assert all(length > 3 for length in runs)  # the first and the last tell nothing
+    assert all(length > 3 for length in runs)  # a run's first and last steps give no time
     assert sum(runs) < 40
     policy.settle(DRAFTED, 1.5, gain=0.2, probing=False)
     assert not policy.probes

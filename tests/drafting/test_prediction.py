@@ -1,4 +1,4 @@
-"""Drafts from an expected output."""
+"""Drafts from a predicted output."""
 
 from __future__ import annotations
 

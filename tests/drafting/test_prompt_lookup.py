@@ -1,4 +1,4 @@
-"""Prompt lookup against a scan of the whole context."""
+"""Prompt lookup compared with a scan of the whole context."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ contexts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
 def scan(context: Sequence[int], n_draft: int, ngram_max: int, ngram_min: int) -> list[int]:
-    """The draft by definition: longest n first, then the earliest match that continues."""
+    """Find the draft by definition: the longest n, then the earliest match with a continuation."""
     for n in range(ngram_max, ngram_min - 1, -1):
         for start in range(len(context) - n):
             if context[start : start + n] == context[len(context) - n :]:

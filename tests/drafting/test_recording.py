@@ -1,4 +1,4 @@
-"""Watching a drafter."""
+"""Recording a drafter's steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TREE = DraftTree((10, 11, 12, 13, 14, 15), (-1, 0, 1, 1, 0, 4))
 
 
 class Talkative(Drafter):
-    """Tells where its tokens come from, until the step is over."""
+    """Reports its tokens' origins, but only until the step is over."""
 
     pipelined = False
     branching = True
@@ -62,7 +62,7 @@ def record(drafter: Drafter, cut: Cut = lambda tree: tree) -> RecordedStep:
     return steps[0]
 
 
-def test_the_drafter_is_asked_and_told_as_without_a_recording():
+def test_the_drafter_gets_the_same_calls_as_without_a_recording():
     drafter = Talkative(TREE)
     record(drafter)
     assert drafter.calls == ["begin [1, 10]", "propose 8", "observe (7,)", "end"]
@@ -97,7 +97,7 @@ def test_equal_siblings_keep_their_own_origins():
     assert recorded.verified.tree.node_origins == ("root", "first", "second", "below the second")
 
 
-def test_a_drafter_that_tells_nothing_has_drafts():
+def test_a_drafter_without_origins_has_drafts():
     class Silent(NoDraft):
         def propose(self, max_depth: int) -> DraftTree:
             return TREE
@@ -107,7 +107,7 @@ def test_a_drafter_that_tells_nothing_has_drafts():
 
 
 def why_none(proposed: DraftTree, max_depth: int = 8, pipelined: bool = False) -> str:
-    """What is said of a step without a draft."""
+    """Return the recorded reason for a step without a draft."""
     steps: list[RecordedStep] = []
     recording = RecordingDrafter(Talkative(proposed), steps)
     recording.propose(max_depth)

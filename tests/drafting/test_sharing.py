@@ -1,4 +1,4 @@
-"""Sharing the rows of a joint step, on texts whose drafts are known."""
+"""Sharing a joint step's rows, on texts whose drafts are known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mlxspec.drafting.suffix_source import SuffixSource
 from tests.drafting.test_live_costs import ANY_TIME
 from tests.support.planners import suffix_planner
 
-# Few rows are nearly free, the others cost more than they could earn.
+# A few rows are nearly free; the others cost more than they can gain.
 FOUR_FREE = CostCurve([(1, 1), (5, 1.01), (6, 20), (64, 80)])
 # A draft of eight tokens makes a step half as long again.
 DEAR = CostCurve([(1, 1), (2, 1.5), (9, 1.5), (10, 20), (64, 80)])
@@ -25,19 +25,19 @@ TEXT = list(range(100, 130)) * 2 + list(range(100, 110))
 
 
 def trees(planners: Sequence[Planner], costs: Costs, **options: Any) -> list[DraftTree]:
-    """The drafts that are planned together."""
+    """Return the drafts that are planned together."""
     plans = plan_drafts(dict.fromkeys(planners, 64), costs, **options)
     return [planner.draft(plan) for planner, plan in zip(planners, plans, strict=True)]
 
 
 def drafts(*planners: Planner) -> list[int]:
-    """How many nodes each gets, after an equal text."""
+    """Return each sequence's number of draft nodes, all after the same text."""
     costs = FixedCosts(FOUR_FREE, sync_overhead=0.0)
     return [len(tree) - 1 for tree in trees(planners, costs, sequences=len(planners))]
 
 
 def copying(rate: float) -> Planner:
-    """A planner in the middle of a copy, whose sequence has had this rate."""
+    """Return a planner in the middle of a copy, whose sequence has had this rate."""
     planner = suffix_planner(FOUR_FREE)
     planner.begin(TEXT)
     planner.policy.rate = rate

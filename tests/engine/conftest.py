@@ -1,4 +1,4 @@
-"""Llamas to decode with."""
+"""Llamas for the engine tests."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,13 +9,13 @@ from tests.support.llamas import LLAMAS, llama
 
 @pytest.fixture(scope="session", params=LLAMAS[:2])
 def model(request: pytest.FixtureRequest) -> nn.Module:
-    """A random Llama, then stories260K where it is there; both have 512 tokens."""
+    """A random Llama, and stories260K where it is available. Both have 512 tokens."""
     return llama(request.param)
 
 
 @pytest.fixture(scope="session")
 def tiny() -> nn.Module:
-    """A random Llama with a vocabulary of 8: every distribution can be computed in full."""
+    """A random Llama with a vocabulary of 8, so that tests can compute whole distributions."""
     from mlx_lm.models.llama import Model, ModelArgs
 
     mx.random.seed(5)
@@ -32,6 +32,6 @@ def tiny() -> nn.Module:
     model = Model(args)
     model.update(
         {"model": {"embed_tokens": {"weight": 0.3 * mx.random.normal((8, 16))}}}
-    )  # a lively distribution
+    )  # a distribution far from uniform
     mx.eval(model.parameters())
     return model

@@ -1,4 +1,4 @@
-"""Every architecture decodes what mlx-lm decodes, whatever is drafted and rejected."""
+"""Every architecture decodes mlx-lm's output, whatever is drafted and rejected."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def published_page() -> list[str]:
 
 
 def families() -> list[str]:
-    """One architecture of each kind of caches, drafts, shared forwards and chunks."""
+    """Return one architecture for each kind of caches, drafts, shared forwards and chunks."""
     kinds = {}
     for line in published_page():
         published, *cells = line.removeprefix("| ").split(" | ")
@@ -62,7 +62,7 @@ def families() -> list[str]:
     return [name for name in names if ARCHITECTURES[name].published in kinds.values()]
 
 
-# All of them every night, and where the engine or a model's loading changes.
+# All of them run nightly, and when the engine or model loading changes.
 TRIED = list(ARCHITECTURES) if LONG else families()
 
 
@@ -88,7 +88,7 @@ def test_architecture(name: str) -> None:
             outcome = run(model, prompt, drafter, **options)
             assert_same_output(model, prompt, expected, outcome.tokens)
             if outcome.tokens == expected:
-                # Finer than the tokens: whatever steps filled the cache, what it holds is right.
+                # A finer check than tokens: the cache is right, whatever steps filled it.
                 assert mx.max(mx.abs(finite(outcome.logprobs) - finite(logprobs))).item() < 1e-4
             accepted += outcome.accepted
             rejecting += outcome.rejecting
@@ -101,7 +101,7 @@ def test_architecture(name: str) -> None:
     assert (moved > 1) == (capability is Capability.TREE)
 
     if not LONG:
-        return  # how choices are drawn does not depend on the architecture
+        return  # sampling does not depend on the architecture
     options["params"] = params = SamplingParams(temp=0.8, seed=3)
     expected = plain(model, LONG_PROMPT, **options)
     sampled = run(model, LONG_PROMPT, PartlyRightDrafter(expected, 64, seed=3), **options)
@@ -157,7 +157,7 @@ def test_the_page_names_every_architecture_that_mlx_lm_has() -> None:
     found = {
         path.stem
         for path in Path(mlx_lm.models.__path__[0]).glob("*.py")
-        # Read and not imported: one of them ends the process where a package is missing.
+        # Read instead of imported: one of them ends the process if a package is missing.
         if re.search(r"^class Model\b|\bimport Model\b", path.read_text(), re.MULTILINE)
     }
     tried = {architecture.model_type for architecture in ARCHITECTURES.values()}

@@ -1,4 +1,4 @@
-"""Quantised and bounded caches decode what mlx-lm's decode, trees included."""
+"""Quantised and bounded caches give mlx-lm's output, also for trees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.harness import assert_same_output, run
 pytestmark = pytest.mark.slow
 
 PROMPTS = {"one token": [5], "short": [7, 3, 9, 3], "long": [(7 * i * i) % 64 for i in range(37)]}
-LENGTH = examples(44, long=60)  # later than each size and start but the last
+LENGTH = examples(44, long=60)  # longer than all sizes and starts but the last
 WIDE_HEADS = {"head_dim": 32}  # the smallest group of a quantised cache
 
 

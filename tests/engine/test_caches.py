@@ -1,4 +1,4 @@
-"""The caches of a step: what a commit costs, and what a snapshot gives back."""
+"""The caches of a step: commits and snapshots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTEXT = 20_000
 
 
 def attention(queries: Any, keys: Any, values: Any, cache: Any, **kwargs: Any) -> mx.array:
-    """Calls MLX's function as mlx-lm does."""
+    """Call MLX's attention like mlx-lm."""
     return mx.fast.scaled_dot_product_attention(queries, keys, values, **kwargs)
 
 
@@ -118,7 +118,7 @@ def test_each_cache_is_cut_by_itself() -> None:
 
 
 class Counter:
-    """State of a kind that nobody knows, changed in place."""
+    """State of an unknown kind that changes in place."""
 
     def __init__(self) -> None:
         self.sums = mx.zeros((3,))

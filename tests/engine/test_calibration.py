@@ -1,4 +1,4 @@
-"""The steps that a calibration runs; how long they take is not tested."""
+"""The steps that a calibration runs, without their times."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def llama() -> LoadedModel:
 
 @pytest.fixture
 def forwards(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of every forward that a target runs from now on."""
+    """Record the rows of each forward of a target."""
     rows: list[int] = []
     forward = costs.Target.forward
 
@@ -54,7 +54,7 @@ def test_plain_steps_are_pipelined_and_a_drafted_step_waits_for_the_last(
     times = steps.plain(3)
     assert len(times) == 3
     assert all(seconds > 0 for seconds in times)
-    assert forwards == [1] * 5  # one to begin with, three, and one on its way
+    assert forwards == [1] * 5  # one to start, three, and one in flight
     forwards.clear()
     steps.drafted(4)
     assert forwards == [4]
@@ -91,7 +91,7 @@ def test_a_shared_step_has_a_row_of_each_sequence_and_the_drafts_between_them(ll
     plan = replace(SMALL, rows=(2, 16))
     times = calibrate(model, plan, context=8, sequences=3).times
     assert [time.rows for time in times] == [1, 2, 16]
-    # The plain steps of all, and 1 and 15 rows of drafts beside them.
+    # All sequences' plain steps, with 1 and 15 draft rows.
     assert {3, 4, 18} <= set(rows)
 
 

@@ -1,4 +1,4 @@
-"""Tiers are found by trying, whatever a model calls itself."""
+"""Capabilities are found by probing, whatever a model's name."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_caches_alone_say_what_is_possible_without_a_forward() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("mamba2", "ArraysCache cannot be cut back"),
-        ("llama4", "ChunkedKVCache can be cut back, but takes no tree mask"),
-        # Scales its queries from position 8192 on, outside its RoPE.
+        ("mamba2", "ArraysCache cannot be trimmed"),
+        ("llama4", "ChunkedKVCache can be trimmed, but takes no tree mask"),
+        # Scales its queries from position 8192 on, separately from RoPE.
         ("ministral3", "differ from separate branches at position 8187"),
         # Takes positions from a table.
         ("gpt2", "differ from separate branches at position 0"),
@@ -73,7 +73,7 @@ def test_a_model_whose_rows_disturb_each_other_verifies_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert chain_capability(LoadedModel(random_model("llama"))) is Capability.CHAIN
-    monkeypatch.setattr(llama, "create_attention_mask", lambda *_, **__: None)  # rows see all
+    monkeypatch.setattr(llama, "create_attention_mask", lambda *_, **__: None)  # rows see all rows
     model = random_model("llama")
     assert chain_capability(LoadedModel(model)) is Capability.PLAIN
     assert "than in separate forwards" in examined(model)[1]
@@ -87,6 +87,6 @@ def test_a_fault_does_not_pass_as_rounding(name: str) -> None:
     model = ARCHITECTURES[name].model()
     found = logits(model, (3, 1, 4), make_prompt_cache(model))
     assert rounding_noise(LoadedModel(model)) < 2e-3 * (mx.max(found) - mx.min(found)).item()
-    # Nor does it hide that a joint forward differs, were the model to pass so far.
+    # Joint forwards are found to differ as well.
     alone = examine_joint(LoadedModel(model), Capability.CHAIN)[0] is JointMode.ALONE
     assert alone == (name == "phi3small")

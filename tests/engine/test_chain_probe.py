@@ -1,4 +1,4 @@
-"""A model whose rule for its positions changes verifies no drafts: the output stays mlx-lm's."""
+"""A model whose position rule changes verifies no drafts, so the output stays mlx-lm's."""
 
 from __future__ import annotations
 
@@ -85,5 +85,5 @@ def test_a_rule_for_each_position_keeps_drafts_everywhere(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(rope_utils.Llama3RoPE, "__call__", switching)
     scaling = scaled_rope("llama3", factor=8.0, original_max_position_embeddings=1000)
-    # Rows of a branching step have no places in a row.
+    # A branching step's rows are not consecutive positions.
     assert examined(random_model("llama", **scaling))[0] is Capability.CHAIN

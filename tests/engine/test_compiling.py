@@ -1,4 +1,4 @@
-"""Constraints that would end the process, or keep it busy: refused in a line, and nothing else."""
+"""Constraints that would crash or hang the process are refused with a one-line error."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATTERNS = [f"^{name}{number}[a-z]+$" for name in "abcdefgh" for number in range
 SLOW = Constraint.json_schema(
     {"allOf": [{"patternProperties": dict.fromkeys(PATTERNS[i::8], True)} for i in range(8)]}
 )
-"""Takes a minute: each of 800 patterns is compared with each."""
+"""Takes a minute to compile: each of 800 patterns is compared with every other."""
 
 
 @cache
@@ -39,13 +39,13 @@ def vocabulary() -> Vocabulary:
 
 
 def compiled(constraint: Constraint) -> llguidance.LLMatcher:
-    """As for the first time."""
+    """Compile a constraint without the cache."""
     vocabulary()._compiled.clear()
     return vocabulary().matcher(constraint)
 
 
 def outcome(constraint: Constraint) -> str:
-    """The message of the refusal; empty where the constraint can be used."""
+    """Return the error for a constraint, or "" if it compiles."""
     try:
         compiled(constraint)
     except OptionError as error:
@@ -94,7 +94,7 @@ def test_a_chain_of_any_kind_and_length_is_usable_or_refused_in_a_line(
 def test_what_takes_long_or_much_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "_SECONDS", 0.3)
     assert "takes more than" in outcome(SLOW)
-    # Python's own loops count, too: these take hours to convert.
+    # Python's loops are limited, too: converting these would take hours.
     assert "takes more than" in outcome(Constraint.grammar("\n" * 900_000))
     assert outcome(SMALL) == ""
     monkeypatch.setattr(compiling, "_SECONDS", 20.0)
@@ -214,7 +214,7 @@ def test_no_process_is_left(end: str, status: int) -> None:
         [sys.executable, "-c", PROGRAM % end], stdout=subprocess.PIPE, check=False
     )
     assert done.returncode == status
-    while is_running(int(done.stdout)):  # until the limit of its time, at the latest
+    while is_running(int(done.stdout)):  # at the latest when its time limit is reached
         time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""A target's caches against a list of tokens, with a model that only writes them."""
+"""A target's caches compared with a list of tokens, with a model that only writes caches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ACTIONS = st.lists(
 
 
 def write(caches: list[Any], rows: mx.array) -> None:
-    """Append rows to caches, as a model's layers do."""
+    """Append rows to caches, like a model's layers."""
     for cache in parts(caches):
         if isinstance(cache, ArraysCache):
             cache[0] = rows if cache[0] is None else mx.concatenate([cache[0], rows])
@@ -55,14 +55,14 @@ def held(cache: Any) -> list[int]:
 
 
 class Writer(nn.Module):
-    """Writes what runs through it."""
+    """A model that only writes its input to the caches."""
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> None:
         write(cache, tokens[0])
 
 
 class Checked:
-    """A target, and the tokens that it should hold."""
+    """A target and the tokens that it should hold."""
 
     def __init__(self, kind: str) -> None:
         make, replays = KINDS[kind]
@@ -84,7 +84,7 @@ class Checked:
         self.cache.begin_at(len(self.tokens))
 
     def step(self, nodes: list[tuple[int, int]]) -> None:
-        """Run a tree, or a chain where states replay, and keep a path that the nodes determine."""
+        """Run a tree, or a chain if states replay; keep a path chosen by the nodes."""
         parents = [-1, *(n if self.replays else p % (n + 1) for n, (_, p) in enumerate(nodes))]
         tree = DraftTree((50, *(token for token, _ in nodes)), tuple(parents))
         self.cache.begin_forward(tree)
@@ -97,7 +97,7 @@ class Checked:
         self.tokens += [tree.tokens[row] for row in path]
 
     def interrupt(self, layers: int) -> None:
-        """A forward that some of the layers have not seen."""
+        """Interrupt a forward before some of the layers."""
         tree = DraftTree.chain(60, [61, 62])
         self.cache.begin_forward(tree)
         write(parts(self.cache.cache)[: layers % 3], mx.array(tree.tokens))
@@ -107,7 +107,7 @@ class Checked:
         length = min(length, len(self.tokens))
         try:
             self.cache.truncate(length)
-        except ValueError:  # of more forwards than can be undone
+        except ValueError:  # more forwards than can be undone
             assert self.replays
         else:
             assert self.cache.length <= length
@@ -178,7 +178,7 @@ def test_states_return_to_marks_until_these_are_cut_off() -> None:
     assert [checked.cache.reach(length) for length in (2, 3, 4, 5, 8)] == [0, 3, 3, 5, 5]
     checked.copy(4)
     checked.copy(8)
-    checked.rewind(5)  # three forwards, of which two can be undone
+    checked.rewind(5)  # three forwards; two can be undone
     checked.check()
     assert len(checked.tokens) == 5
     with pytest.raises(ValueError, match="no state was kept"):

@@ -1,4 +1,4 @@
-"""The costs of a model on a machine: measured once, kept, corrected, and told apart from others."""
+"""A model's costs on a machine: measured once, saved, corrected, and keyed by model and machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cache(tmp_path: Path) -> CostCache:
 
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch) -> list[LoadedModel]:
-    """The models that are measured from now on, each with the result TIMES."""
+    """Record the models that are measured, each with the result TIMES."""
     measured: list[LoadedModel] = []
 
     def calibrate(model, plan, *, context):
@@ -63,7 +63,7 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[LoadedModel]:
 
 @pytest.fixture(autouse=True)
 def no_note_of_a_busy_machine() -> None:
-    """Here it is seen whether the machine was busy."""
+    """Keep the check for a busy machine, which other tests disable."""
 
 
 @pytest.mark.parametrize("drafts", [Capability.CHAIN, Capability.PLAIN])
@@ -83,7 +83,7 @@ def test_a_first_start_measures_a_few_plain_steps_and_warns_of_nothing(
         costs = costs_for(loaded, cache=cache)
     assert sum(rows) < 32  # a prompt of 16 tokens and some single steps
     assert max(rows[1:]) <= 16
-    assert costs.curve(4) == pytest.approx(2.0)  # what rows usually cost
+    assert costs.curve(4) == pytest.approx(2.0)  # the usual costs of rows
     assert not caplog.messages
     (known,) = cache.read(cost_key(loaded.model)).values()
     assert (known.source, [time.rows for time in known.times]) == ("steps", [1])
@@ -197,7 +197,7 @@ def test_saving_waits_if_the_last_one_is_recent(llama: LoadedModel, cache: CostC
     assert kept_cost() == pytest.approx(3.0, rel=0.05)
     learn(costs, steps=300, wide=0.08)
     costs.end()
-    assert kept_cost() == pytest.approx(3.0, rel=0.05)  # too soon
+    assert kept_cost() == pytest.approx(3.0, rel=0.05)  # too early to save
     clock.now += 60
     costs.end()
     assert kept_cost() == pytest.approx(4.0, rel=0.05)
@@ -344,7 +344,7 @@ def test_an_identity_says_what_it_is_and_survives_json():
 @pytest.mark.nightly
 @needs_openblas
 @pytest.mark.slow
-def test_the_blas_in_use_is_told_apart():
+def test_the_blas_in_use_is_identified():
     def blas(choice: str) -> str:
         environment = {**os.environ, "MLXSPEC_OPENBLAS": choice}
         command = [sys.executable, "-c", _PRINT_BLAS]

@@ -1,4 +1,4 @@
-"""How much memory there is, by the system and by MLX."""
+"""The available memory, according to the system and to MLX."""
 
 import mlx.core as mx
 import pytest

@@ -1,4 +1,4 @@
-"""A draft model drafts what it would say itself, and never changes the output."""
+"""A draft model drafts its own output and never changes the target's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DRAFT_MODELS = ("llama3", "gemma3", "mamba2", "qwen3_next")
 
 
 def greedy(model: nn.Module, prompt: list[int], count: int) -> list[int]:
-    """What mlx-lm generates."""
+    """Return mlx-lm's greedy output."""
     return [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=count)]
 
 
@@ -41,7 +41,7 @@ def loaded() -> tuple:
 
 @pytest.fixture(scope="module")
 def smaller(loaded: tuple) -> nn.Module:
-    """The model without its last layer: often right, often wrong."""
+    """Return the model without its last layer, which is often right and often wrong."""
     model = copy.deepcopy(loaded[0])
     model.model.layers = model.model.layers[:-1]
     return model
@@ -69,7 +69,7 @@ def test_a_draft_model_is_not_asked_for_tokens_of_the_target_that_it_lacks() -> 
 
     class Checked(nn.Embedding):
         def __call__(self, tokens: mx.array) -> mx.array:
-            assert mx.max(tokens).item() < rows  # MLX would read what is behind its weights
+            assert mx.max(tokens).item() < rows  # otherwise MLX would read beyond the weights
             return super().__call__(tokens)
 
     checked = Checked(*model.model.embed_tokens.weight.shape)
@@ -103,7 +103,7 @@ def tokens_per_step(
     capability: Capability = Capability.TREE,
     **sampling: Any,
 ) -> float:
-    """Of a long output; one more than the drafter drafts if it is always right."""
+    """Measure tokens per step of a long output; draft length + 1 for perfect drafts."""
     params = SamplingParams(seed=3, **sampling)
     outcome = run(model, PROMPT, drafter, max_tokens=80, params=params, capability=capability)
     return len(outcome.tokens) / outcome.steps
@@ -118,7 +118,7 @@ def test_a_draft_model_that_is_the_target_samples_what_the_target_does(
 
 
 class Uncoupled(DraftModelDrafter):
-    """Drafts the most likely tokens, whatever the output's random numbers are."""
+    """Drafts the likeliest tokens, without the output's random numbers."""
 
     def attach(self, target: Any, perturb: Any) -> None:
         pass
@@ -133,7 +133,7 @@ def test_a_similar_model_is_right_more_often_with_the_output_s_random_numbers(na
     similar.update(
         tree_map(lambda w: w + 0.03 * mx.std(w) * mx.random.normal(w.shape), similar.parameters())
     )
-    # With other seeds the first is about 3.0, and the second 1.1.
+    # With other seeds the first is about 3.0 and the second 1.1.
     coupled, uncoupled = (
         tokens_per_step(model, kind(similar, 3), architecture.capability, temp=1.0)
         for kind in (DraftModelDrafter, Uncoupled)

@@ -1,4 +1,4 @@
-"""Random trees, random rejections, every kind of cache: nothing differs from plain decoding."""
+"""Random trees and rejections on every kind of cache never change plain decoding's output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONGEST_PROMPT = 30
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of cache: a model that has it, and how it is asked for."""
+    """A kind of cache: a model that has it, and the options that select it."""
 
     name: str
     options: CacheOptions | None = None
@@ -61,7 +61,7 @@ def model_of(kind: Kind) -> nn.Module:
 
 
 class DrawnTrees(TruthDrafter):
-    """Drafts from recipes: each branch has true tokens, a wrong one, and more true ones."""
+    """Drafts from recipes; each branch has true tokens, a wrong one, and more true ones."""
 
     pipelined = True
 
@@ -105,7 +105,7 @@ def test_any_trees_and_rejections_leave_output_and_cache_as_they_are(name: str) 
         actual = run(model, prompt, DrawnTrees(expected.tokens, recipes), **options)
         assert actual.tokens == expected.tokens
         assert mx.max(mx.abs(actual.logprobs - expected.logprobs)).item() < 1e-4
-        # What is left in the cache is the same, too.
+        # The cache's content is the same, too.
         last = expected.tokens[-1]
         difference = next_logits(actual.target, last) - next_logits(expected.target, last)
         assert mx.max(mx.abs(difference)).item() < 1e-3

@@ -1,4 +1,4 @@
-"""States of a grammar along draft trees, and tokenizers of every kind."""
+"""Grammar states along draft trees, with tokenizers of every kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.tokenizer_kinds import (
     wrap,
 )
 
-# That of babyllama lacks characters.
+# babyllama's tokenizer lacks characters.
 _PATHS = {"demo": SENTENCEPIECE["demo"]}
 if LONG:
     _PATHS = {name: path for name, path in SENTENCEPIECE.items() if name != "babyllama"}
@@ -51,7 +51,7 @@ def begun(constraint: Constraint | Phases, name: str = "demo") -> Grammar:
 
 
 def allowed(state: Grammar) -> list[int] | None:
-    """The tokens that may come next; None for all."""
+    """Return the allowed next tokens; None for all."""
     mask = state.masks(DraftTree.chain(0))
     if mask is None:
         return None
@@ -86,7 +86,7 @@ def test_a_text_becomes_tokens_of_exactly_its_bytes(name: str) -> None:
 
 
 def random_tree(source: random.Random, state: Grammar, vocab_size: int) -> DraftTree:
-    """Some branches that the grammar allows, for a while."""
+    """Return random branches, valid up to some token."""
     branches = []
     for _ in range(4):
         tokens: list[int] = []
@@ -97,7 +97,7 @@ def random_tree(source: random.Random, state: Grammar, vocab_size: int) -> Draft
             tokens.append(source.choice(may_come if source.random() < 0.9 else range(vocab_size)))
         branches.append(tokens)
     tree = DraftTree.from_branches(0, branches)
-    # In any order that has parents before children.
+    # In any order with parents before children.
     order = sorted(range(len(tree)), key=lambda node: (tree.depths[node], source.random()))
     number = {node: index for index, node in enumerate(order)} | {-1: -1}
     return DraftTree(
@@ -135,7 +135,7 @@ def test_each_node_of_a_tree_has_the_mask_of_its_own_context() -> None:
             assert (node in kept) == may_come
             if may_come and not (path and path[-1] in ends):
                 assert mx.array_equal(masks[node], alone.masks(DraftTree.chain(0))[0])  # type: ignore[index]
-        assert allowed(state) == before  # nothing is left of what was looked at
+        assert allowed(state) == before  # looking at the tree leaves no trace
 
 
 def test_what_takes_too_much_to_follow_ends_with_a_line() -> None:
@@ -231,12 +231,12 @@ def test_reasoning_before_an_answer_takes_half_of_the_tokens() -> None:
     assert allowed(state) == [closes]
     state.accept([closes])
     assert state.forced()[:3] == (*yes,)
-    free = Grammar((Phase(None, {closes: 0}),), vocabulary).begin(2)  # may end, so has no bound
+    free = Grammar((Phase(None, {closes: 0}),), vocabulary).begin(2)  # may end: all is allowed
     free.accept(3 * yes)
     assert allowed(free) is None
 
 
-def test_of_a_long_text_that_is_forced_a_step_is_told_the_beginning() -> None:
+def test_a_step_gets_the_beginning_of_a_long_forced_text() -> None:
     tokenizer, _ = vocabulary_of("bytes")
     text = "abcdefgh" * 2000
     state = begun(Constraint.choice([text]), "bytes")
@@ -291,7 +291,7 @@ def test_a_vocabulary_is_made_once_and_forgets_constraints_it_has_not_seen_for_l
         forgetful.matcher(constraint)
     assert [*forgetful._compiled] == [short[2], short[4], short[3]]
     assert forgetful.nbytes == 3 * 2 * grammar._BYTES_PER_CHARACTER
-    long = Constraint.regex("a" * 100)  # larger than all that is kept, but in use
+    long = Constraint.regex("a" * 100)  # larger than the whole cache, but in use
     forgetful.matcher(long)
     assert [*forgetful._compiled] == [long]
     assert forgetful.nbytes == 100 * grammar._BYTES_PER_CHARACTER

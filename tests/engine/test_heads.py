@@ -1,4 +1,4 @@
-"""A head's caches against what it makes of the same context from scratch."""
+"""A head's caches compared with a run over the same context from scratch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def drafts_of(
     last: int,
     perturb: Perturb = lambda logprobs, _: logprobs,
 ) -> HeadDrafts:
-    """The drafts after ``last``, which the target has not run yet."""
+    """Return the head drafts after ``last``, which the target has not run yet."""
     drafts = HeadDrafts(trained, HeadExperience(1, 0, trained.head.most))
     drafts.attach(target, perturb)
     drafts.begin([last])
@@ -79,7 +79,7 @@ def drafts_of(
 
 @pytest.fixture(autouse=True)
 def soon_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer rows than usual wait for a head."""
+    """Let fewer rows than usual wait for a head."""
     monkeypatch.setattr(head_cache, "_MOST_UNSEEN", MOST_UNSEEN)
 
 
@@ -130,12 +130,12 @@ def close(found: mx.array, expected: mx.array) -> bool:
 
 
 class Checked:
-    """A target whose head is checked against the tokens that it should have seen.
+    """A target whose head is compared with the tokens that it should have seen.
 
     Attributes:
-        tokens: those in the target's caches.
-        last: the one after them.
-        lost: the positions that may have no entry.
+        tokens: the tokens in the target's caches.
+        last: the token after them.
+        lost: the positions that may lack an entry.
         other: the context from which this one was copied, if any. They draft together.
     """
 
@@ -154,18 +154,18 @@ class Checked:
         assert self.target.head
         return self.target.head
 
-    # --- what happens ---
+    # --- operations ---
 
     def prefill(self, tokens: list[int]) -> None:
         rows = [self.last, *tokens[:-1]]
-        if self.head.behind > MOST_UNSEEN:  # some will be forgotten
+        if self.head.behind > MOST_UNSEEN:  # some rows will be forgotten
             self.lost |= {*range(self.head._seen, self.head.length)}
         self.target.prefill(rows)
         self.tokens += rows
         self.last = tokens[-1]
 
     def step(self, nodes: list[tuple[int, int]]) -> None:
-        """Run a tree or a chain, and keep a path that the nodes determine."""
+        """Run a tree or a chain; keep a path chosen by the nodes."""
         branches = self.target.capability is Capability.TREE
         parents = [-1, *(p % (n + 1) if branches else n for n, (_, p) in enumerate(nodes))]
         tree = DraftTree((self.last, *(token for token, _ in nodes)), tuple(parents))
@@ -177,13 +177,13 @@ class Checked:
         seen, length = self.head._seen, self.head.length
         self.target.commit(path)
         self.tokens += [tree.tokens[row] for row in path]
-        if self.head._seen > seen:  # some were forgotten
+        if self.head._seen > seen:  # some rows were forgotten
             assert length - seen > MOST_UNSEEN > length - self.head._seen - 1 > MOST_UNSEEN - 7
             self.lost |= {*range(seen, self.head._seen)}
         self.last = self.random.randrange(64)
 
     def draft(self, depth: int) -> None:
-        """Draft, together with the other context; the logits are as from scratch."""
+        """Draft, together with the other context; compare the logits with a run from scratch."""
         both = [self, *([self.other] if self.other else [])]
         ready = [own for own in both if own.head.is_ready(own.target.length)]
         depth = min(depth, self.trained.head.most)
@@ -198,7 +198,7 @@ class Checked:
                 own.check()
 
     def give_up(self, _: int) -> None:
-        """A draft that fails once the head has run."""
+        """Interrupt a draft after the head has run."""
 
         def fails(logprobs: mx.array, _: Sequence[int]) -> mx.array:
             raise KeyboardInterrupt
@@ -209,7 +209,7 @@ class Checked:
             self.cut(self.target.length)
 
     def interrupt(self, _: int) -> None:
-        """A step that is not committed."""
+        """Run a step without committing it."""
         self.target.forward(mx.array([self.last, 7]), DraftTree.chain(self.last, [7]))
         self.cut(self.target.length)
 
@@ -226,7 +226,7 @@ class Checked:
     def return_to(self, cut: Callable[[int], None], share: float) -> None:
         try:
             cut(round(share * len(self.tokens)))
-        except ValueError:  # no state was kept
+        except ValueError:  # no snapshot was kept
             self.__init__(self.kind)  # type: ignore[misc]
         else:
             self.shortened()
@@ -246,7 +246,7 @@ class Checked:
             self.target = self.target.fork(length, room=0)
             self.shortened()
 
-    # --- what is true ---
+    # --- the expected state ---
 
     def check(self) -> None:
         head, length = self.head, len(self.tokens)
@@ -269,15 +269,15 @@ class Checked:
                     assert close(found, right)
 
     def features(self) -> mx.array:
-        """Those of all tokens, from one forward of the model."""
-        rows = [*self.tokens, self.last]  # never none
+        """Return the features of all tokens, from one forward of the model."""
+        rows = [*self.tokens, self.last]  # never empty
         self.trained.model(mx.array([rows]))
         hidden, head = self.trained._hidden, self.trained.head
         states = hidden.of_layers if head.reads else [hidden.final]
         return head.features([each[:-1] for each in states])
 
     def seen_from_scratch(self, places: Sequence[int], features: mx.array) -> tuple[Any, Any]:
-        """The head's caches after these positions, and what a chain head returns."""
+        """Return the head's caches after these positions, and a chain head's output."""
         head, caches = self.trained.head, self.trained.head.make_cache()
         rows = features[mx.array(places)][None]
         if isinstance(head, DFlash):
@@ -287,7 +287,7 @@ class Checked:
         return caches, head(mx.array([[following[place] for place in places]]), rows, caches)
 
     def logits(self) -> Callable[[list[int]], list[mx.array]]:
-        """A function from drafted tokens to the logits that each is drafted from."""
+        """Return a function from draft tokens to the logits that each comes from."""
         head, features = self.trained.head, self.features()
         places = [*self.head._positions, *range(self.head._seen, len(self.tokens))]
         last = self.last

@@ -1,4 +1,4 @@
-"""Hidden states of verified rows: the head makes the logits of them, for whatever architecture."""
+"""Hidden states of verified rows, from which each architecture's LM head computes the logits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def close(found: mx.array, expected: mx.array) -> bool:
 
 
 def hidden_states(name: str, layers: tuple[int, ...]) -> tuple[nn.Module, HiddenStates]:
-    """A model, and what notes its hidden states."""
+    """Return a model and the recorder of its hidden states."""
     model = ARCHITECTURES[name].model()
     return model, HiddenStates(model, layers)
 

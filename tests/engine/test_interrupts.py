@@ -1,4 +1,4 @@
-"""Wherever Ctrl-C hits a target, the state is that of the tokens that have been taken."""
+"""After Ctrl-C at any line, a target's state matches the tokens that were emitted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FUNCTIONS = functions_of(targets, caches, patches)
 
 
 def assert_goes_on_rightly(target: Target, context: list[int]) -> None:
-    """The next forward gives what the context gives in one forward of mlx-lm's."""
+    """Assert that the next forward equals mlx-lm's forward over the whole context."""
     assert target.length == len(context) - 1
     logits = target.forward(mx.array(context[-1:]), DraftTree.chain(context[-1]))[-1]
     fresh = target.model(mx.array(context)[None], cache=make_prompt_cache(target.model))[0, -1]
@@ -37,7 +37,7 @@ def assert_goes_on_rightly(target: Target, context: list[int]) -> None:
 
 
 class Generation:
-    """Some steps of a generation on a target of its own."""
+    """Some steps of a generation on its own target."""
 
     def __init__(
         self, model: nn.Module, capability: Capability, truth: list[int], seed: int

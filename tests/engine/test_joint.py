@@ -1,4 +1,4 @@
-"""Several sequences in one forward write what each writes alone."""
+"""Sequences that share forwards generate the same tokens as alone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def joint_model(name: str) -> tuple[nn.Module, Joint]:
 
 
 class Plan(NamedTuple):
-    """A sequence of a schedule: it joins before one step, and is closed after some of its own."""
+    """A sequence in a schedule: when it joins and after how many of its own steps it is closed."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -88,7 +88,7 @@ PLANS = st.builds(
 
 @dataclass
 class Member:
-    """A sequence that takes part, and what it writes alone."""
+    """A sequence that takes part, and its output when it runs alone."""
 
     plan: Plan
     sequence: Sequence
@@ -238,7 +238,7 @@ def test_rows_of_plain_steps_are_a_batch_where_all_layers_stand_in_slots(name: s
 
 
 def test_members_with_many_rows_stand_behind_those_in_slots_whatever_their_number() -> None:
-    """More sequences are seated than take part, and a member's slot is above their number."""
+    """A member's slot can be higher than the number of participants: some seats are idle."""
     model, joint = joint_model("llama3")
     pairs = []
     for number in range(6):
@@ -285,7 +285,7 @@ def test_slots_take_no_more_than_is_spared_whoever_grows_pauses_and_leaves(
         joint.join(together)
         look()
     for step in range(30):
-        active = pairs[: 2 if step < 20 else 5]  # the others pause, and fall behind
+        active = pairs[: 2 if step < 20 else 5]  # the others pause and fall behind
         trees = [DraftTree.chain(step + number) for number in range(len(active))]
         rows = [
             (together, mx.array(tree.tokens), tree)

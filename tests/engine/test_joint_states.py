@@ -1,4 +1,4 @@
-"""Recurrent blocks over the rows of several sequences."""
+"""Recurrent blocks over several sequences' rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.architectures import ARCHITECTURES
 
 
 def running_sums(x: mx.array, scale: float, cache: ArraysCache) -> tuple[mx.array, mx.array]:
-    """A block whose state is the sum of its rows; x: (sequences, rows, 1)."""
+    """Run a block whose state is the sum of its rows; x is (sequences, rows, 1)."""
     assert x.ndim == 3
     before = 0 if cache[0] is None else cache[0]
     sums = before + mx.cumsum(scale * x, axis=1)
@@ -38,6 +38,6 @@ def test_a_model_computes_as_before_with_caches_of_its_own(name: str) -> None:
     model = ARCHITECTURES[name].model()
     tokens = mx.array([[3, 1, 4, 1, 5]])
     before = model(tokens, cache=model.make_cache())
-    for _ in range(2):  # the second time, nothing is left to do
+    for _ in range(2):  # the second call changes nothing
         install(model)
     assert mx.array_equal(model(tokens, cache=model.make_cache()), before)

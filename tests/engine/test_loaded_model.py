@@ -1,4 +1,4 @@
-"""What a model verifies is found on a miniature, kept, and found anew where it may have changed."""
+"""Capabilities are probed on a miniature, saved, and probed again when they may have changed."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.support.random_models import random_model
 
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of the findings."""
+    """The directory of saved findings."""
     monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path))
     return tmp_path / "findings"
 
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The models that are examined from now on."""
+    """Record the models that are probed."""
     models: list[nn.Module] = []
 
     def examine_one(loaded: LoadedModel, chains: Capability) -> tuple[Capability, str]:
@@ -50,7 +50,7 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
 
 
 def big(**settings: object) -> nn.Module:
-    """A Llama whose miniature is much smaller."""
+    """A Llama with a much smaller miniature."""
     sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
     sizes |= {"intermediate_size": 1024, "num_hidden_layers": 6, "vocab_size": 4096}
     return random_model("llama", **sizes, **settings)
@@ -116,7 +116,7 @@ def test_the_user_s_random_numbers_stay_as_they_were() -> None:
 
 def test_a_model_with_a_module_of_the_user_s_has_no_miniature() -> None:
     class Own(nn.Linear):
-        """It may do anything."""
+        """A subclass with unknown behaviour."""
 
     model = random_model("llama")
     model.layers[0].mlp.up_proj = Own(32, 64, bias=False)
@@ -124,7 +124,7 @@ def test_a_model_with_a_module_of_the_user_s_has_no_miniature() -> None:
 
 
 def test_rows_that_disturb_each_other_do_so_in_a_miniature(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama, "create_attention_mask", lambda *_, **__: None)  # rows see all
+    monkeypatch.setattr(llama, "create_attention_mask", lambda *_, **__: None)  # rows see all rows
     small = miniature(big())
     assert small is not None
     assert chain_capability(LoadedModel(small)) is Capability.PLAIN
@@ -158,7 +158,7 @@ def assert_same_findings(model: nn.Module) -> None:
     assert examine_joint(LoadedModel(small), found[0]) == joint
 
 
-# --- keeping ---
+# --- saving ---
 
 
 def test_what_is_kept_is_what_was_found(kept: Path, trials: list[nn.Module]) -> None:
@@ -245,7 +245,7 @@ def test_findings_about_layers_of_the_user_s_are_not_kept(
     kept: Path, trials: list[nn.Module]
 ) -> None:
     class Own(llama.MLP):
-        """Its code may change."""
+        """A class outside the model's library, whose code may change."""
 
     for _ in range(2):
         model = random_model("llama")
@@ -282,7 +282,7 @@ def test_nothing_is_set_on_the_model_and_all_trial_steps_run_on_a_miniature() ->
 
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The numbers of rows of the demo model's forwards from now on."""
+    """Record the number of rows of each of the demo model's forwards."""
     rows: list[int] = []
     kind = type(demo().model)
     call = kind.__call__
@@ -312,5 +312,5 @@ def test_a_start_with_everything_known_runs_only_the_prompt(forwards: list[int])
 
     first, second = run(), run()
     assert len(first) > len(second)
-    # The graph for the vocabulary's size is built, but not run.
+    # The graph for the vocabulary's size is built but not run.
     assert sum(second) <= len(prompt) + 1

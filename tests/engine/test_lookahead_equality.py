@@ -1,4 +1,4 @@
-"""Lookahead decoding changes no output, and what it gains on the bundled demo model."""
+"""Lookahead decoding never changes the output; its gain on the bundled demo model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rejected drafts leave nothing behind."""
+"""Rejected drafts leave no memory allocated."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.support.random_models import MAMBA_2, random_model
 pytestmark = pytest.mark.slow
 
 TOKENS = examples(500, long=1200)
-WRONG = (60, 61, 62)  # no token that the models emit
+WRONG = (60, 61, 62)  # the models never emit this token
 SLIDING_MISTRAL = {
     "sliding_window": 16,
     "layer_types": ["sliding_attention", "full_attention"],
 }
 MODELS = {
-    "window": (Capability.TREE, "llama", SLIDING_MISTRAL),  # one layer's, beside a full cache
+    "window": (Capability.TREE, "llama", SLIDING_MISTRAL),  # one layer's window beside a full cache
     "replay": (Capability.REPLAY, "mamba2", {**MAMBA_2, "num_hidden_layers": 1}),
 }
 
 
 class WrongDrafts(TruthDrafter):
-    """Drafts what is certainly wrong, from so many emitted tokens on."""
+    """Drafts wrong tokens, starting after a number of emitted tokens."""
 
     def __init__(self, begin_at: int) -> None:
         super().__init__([])
@@ -55,7 +55,7 @@ class WrongDrafts(TruthDrafter):
 
 @dataclass
 class Memory:
-    """Bytes beside the model's: at the most, and when the generation has ended."""
+    """Bytes beside the model's: the peak, and the rest after the generation."""
 
     peak: int
     left: int
@@ -65,7 +65,7 @@ class Memory:
 
 def memory_of(model: nn.Module, capability: Capability, begin_at: int) -> Memory:
     drafter = WrongDrafts(begin_at)
-    gc.collect()  # what other tests have left would be freed in between
+    gc.collect()  # free other tests' garbage now
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
@@ -86,12 +86,12 @@ def memory_of(model: nn.Module, capability: Capability, begin_at: int) -> Memory
 def test_peak_memory_does_not_grow_with_the_number_of_rejected_drafts(name: str) -> None:
     capability, model_type, config = MODELS[name]
     model = random_model(model_type, **config)
-    # Both end with drafts, since the rows of a step take memory while it runs.
+    # Both end with drafts, since a running step's rows take memory.
     few = memory_of(model, capability, begin_at=TOKENS - 40)
     many = memory_of(model, capability, begin_at=0)
     assert many.rejected > 9 * few.rejected > 0
-    # MLX's threads make a peak differ by a fifth between equal runs, and state may be a view of
-    # a step's rows. One row kept of each rejected draft would be far more.
+    # Because of MLX's threads, peaks of equal runs differ by a fifth, and state may be a view of a
+    # step's rows. Keeping one row of each rejected draft would take far more.
     assert many.peak <= 1.5 * few.peak
     assert many.left <= 2 * few.left
     if name == "window":

@@ -1,4 +1,4 @@
-"""Some equality tests once more, with OpenBLAS, where rows are summed in another order."""
+"""Some equality tests repeated with OpenBLAS, which sums rows in another order."""
 
 from __future__ import annotations
 

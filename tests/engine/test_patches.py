@@ -1,7 +1,6 @@
-"""What is relied on in mlx-lm, so that its layers can be patched; and that nobody else notices.
+"""What our patches of mlx-lm's layers rely on, and that they do not affect other code.
 
-Each of the first tests says in its message what a new version of mlx-lm has changed, and what that
-would break.
+The messages of the first tests say what changed in a new version of mlx-lm and what that breaks.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ ROPES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-# --- what mlx-lm does ---
+# --- assumptions about mlx-lm ---
 
 
 @pytest.mark.parametrize("name", ROPES)
@@ -168,7 +167,7 @@ def test_blocks_read_a_state_that_they_get_as_an_argument_called_cache(name: str
     )
 
 
-# --- that nobody else notices ---
+# --- no effect on other code ---
 
 
 def test_functions_are_wrapped_once_and_stay_wrapped() -> None:
@@ -229,7 +228,7 @@ def test_a_forward_that_fails_leaves_no_positions_behind() -> None:
 
 
 def test_only_one_module_patches_mlx_lm() -> None:
-    """Beside it, ``augment`` replaces mlx-lm's functions for users, until they undo it."""
+    """The exception is ``augment``, which replaces mlx-lm's functions until users undo it."""
     patching = re.compile(
         r"(?<!mx\.fast\.)scaled_dot_product_attention|_getframe|f_locals|setattr\(.*__call__"
     )

@@ -1,4 +1,4 @@
-"""The longest context is the extended one, however a configuration states it."""
+"""The maximum context is the extended one, however a configuration states it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PUBLISHED = {
     ),
     "Llama 2 with linear scaling": (16384, scaled(4096, type="linear", factor=4.0)),
     "InternLM 2.5": (65536, scaled(32768, type="dynamic", factor=2.0)),
-    # These state what has been extended.
+    # These state the length before the extension.
     "Llama 3.2": (
         131072,
         scaled(131072, rope_type="llama3", factor=32.0, original_max_position_embeddings=8192),
@@ -61,7 +61,7 @@ PUBLISHED = {
         131072,
         {"text_config": scaled(32768, rope_type="yarn", factor=4.0)},
     ),
-    # Nothing to go by.
+    # No information.
     "no scaling": (512, {"max_position_embeddings": 512, "rope_scaling": None}),
     "no number": (512, scaled(512, type="yarn", factor="4")),
     "no table": (512, {"max_position_embeddings": 512, "rope_scaling": "yarn"}),

@@ -1,4 +1,4 @@
-"""Prompt caches go to and from mlx-lm through files, and wrong files are refused in one line."""
+"""Prompt cache files are exchanged with mlx-lm; wrong files give a one-line error."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ KINDS = ["llama3", "gemma3", "mamba2", "recurrent_gemma", "llama4", "deepseek_v3
 
 
 def cached(model: nn.Module, **options: object) -> list:
-    """The prompt in mlx-lm's cache."""
+    """Return an mlx-lm cache with the prompt."""
     cache = make_prompt_cache(model)
     list(generate_step(mx.array(PROMPT), model, max_tokens=0, prompt_cache=cache, **options))
     return cache
 
 
 def following(model: nn.Module, cache: list) -> list[int]:
-    """What mlx-lm generates after a cache."""
+    """Return mlx-lm's output after a cache."""
     steps = generate_step(mx.array(NEXT), model, max_tokens=9, prompt_cache=cache)
     return [int(token) for token, _ in steps]
 
@@ -68,7 +68,7 @@ def test_a_session_goes_on_from_a_file_that_says_what_it_holds(kind: str, tmp_pa
     responses = list(decoder.stream([*PROMPT, *NEXT], 9, session=session))
     assert [response.token for response in responses] == expected[: len(responses)]
     assert responses[0].reused_tokens == len(PROMPT)
-    # A prompt that parts from it is as right.
+    # A prompt that diverges from the cache works, too.
     other = [*PROMPT[:20], *NEXT]
     truth = [int(t) for t, _ in generate_step(mx.array(other), model, max_tokens=9)]
     parted = [r.token for r in decoder.stream(other, 9, session=Session(cache, PROMPT))]
@@ -88,7 +88,7 @@ def test_a_conversation_that_was_saved_goes_on_where_it_ended(kind: str, tmp_pat
     responses = list(decoder.stream(context, 9, session=loaded))
     assert [response.token for response in responses] == expected[: len(responses)]
     assert responses[0].reused_tokens == len(PROMPT) + len(output) - 1
-    # What was saved is no part of the session any more.
+    # The session has changed since it was saved.
     responses = list(decoder.stream(context, 9, session=session))
     assert [response.token for response in responses] == expected[: len(responses)]
 
@@ -158,7 +158,7 @@ def test_what_cannot_be_written_leaves_the_old_file(
 def test_a_draft_model_s_caches_behind_the_model_s_own_may_be_shorter(tmp_path: Path) -> None:
     model = ARCHITECTURES["llama3"].model()
     own, drafts = cached(model), cached(model)
-    trim_prompt_cache(drafts, 1)  # as mlx-lm's speculative decoding leaves them
+    trim_prompt_cache(drafts, 1)  # like after mlx-lm's speculative decoding
     mlx_lm_save(str(tmp_path / "c.safetensors"), [*own, *drafts])
     loaded = load_prompt_cache(tmp_path / "c.safetensors")
     assert [cache.offset for cache in loaded] == [cache.offset for cache in (*own, *drafts)]

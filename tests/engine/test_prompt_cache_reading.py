@@ -1,4 +1,4 @@
-"""Every architecture's prompt caches are read from files, and what is no file is refused."""
+"""Prompt cache files of every architecture are read; invalid files are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.hostile import harmless
 pytestmark = pytest.mark.slow
 
 PROMPT = [token * 7 % 60 + 3 for token in range(40)]
-OWN_CLASS = {"deepseek_v41"}  # which mlx-lm cannot load from a file either
+OWN_CLASS = {"deepseek_v41"}  # mlx-lm cannot load these from a file either
 
 
 @pytest.mark.parametrize("kind", sorted(ARCHITECTURES.keys() - OWN_CLASS))

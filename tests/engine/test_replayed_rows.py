@@ -1,4 +1,4 @@
-"""State that cannot be cut back is restored, and what was accepted runs again."""
+"""State that cannot be trimmed is restored, and accepted rows run again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTH = 60
 
 @pytest.fixture(scope="module", params=["mamba2", "lfm2", "recurrent_gemma", "llama3"])
 def model(request: pytest.FixtureRequest) -> nn.Module:
-    """Three kinds of state, and a model that is replayed though it need not be."""
+    """Models with three kinds of state, and one that is replayed without need."""
     return ARCHITECTURES[request.param].model()
 
 
@@ -45,7 +45,7 @@ def generation(target: Target, drafter: Drafter) -> Iterator[VerifiedStep]:
 
 
 def assert_goes_on_rightly(target: Target, context: list[int]) -> None:
-    """The next forward gives what the context gives in one forward of mlx-lm's."""
+    """Assert that the next forward equals mlx-lm's forward over the whole context."""
     assert target.length == len(context) - 1
     logits = target.forward(mx.array(context[-1:]), DraftTree.chain(context[-1]))[-1]
     fresh = target.model(mx.array(context)[None], cache=make_prompt_cache(target.model))[0, -1]

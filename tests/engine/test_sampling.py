@@ -1,4 +1,4 @@
-"""Sampling against exact distributions, and samplers of the caller's own."""
+"""Sampling compared with exact distributions, and custom samplers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FILTERS = [
 
 
 def exact(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """The distribution by definition: mlx-lm's order, filters before temperature."""
+    """Return the distribution by definition: mlx-lm's order, filters before temperature."""
     tossed = params.xtc_probability
     return tossed * exact_given_xtc(logits, params, True) + (1 - tossed) * exact_given_xtc(
         logits, params, False
@@ -45,7 +45,7 @@ def exact(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 
 
 def exact_given_xtc(logits: np.ndarray, params: SamplingParams, xtc: bool) -> np.ndarray:
-    """The distribution where XTC's coin has fallen on that side."""
+    """Return the distribution, given whether XTC applies."""
     probabilities = np.exp(logits - logits.max())
     probabilities /= probabilities.sum()
     order = np.argsort(-probabilities)
@@ -69,13 +69,13 @@ def exact_given_xtc(logits: np.ndarray, params: SamplingParams, xtc: bool) -> np
 
 
 def chi_square_limit(degrees: int) -> float:
-    """The value that chi-square exceeds with probability 1e-4 (Wilson and Hilferty 1931)."""
+    """Return the value that chi-square exceeds with probability 1e-4 (Wilson and Hilferty 1931)."""
     ninth = 2 / (9 * degrees)
     return degrees * (1 - ninth + 3.719 * math.sqrt(ninth)) ** 3
 
 
 def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, int]:
-    """Pearson's statistic and its degrees of freedom; rare outcomes are pooled."""
+    """Return Pearson's statistic and its degrees of freedom; rare outcomes are pooled."""
     expected = probabilities * counts.sum()
     common = expected >= 5
     observed = np.append(counts[common], counts[~common].sum())
@@ -103,7 +103,7 @@ def test_choices_follow_the_exact_distribution(temp: float, filters: dict) -> No
 def test_speculated_pairs_follow_the_exact_joint_distribution(
     tiny: nn.Module, filters: dict
 ) -> None:
-    """Two tokens through the loop under hostile trees, over seeds, against all 64 pairs."""
+    """Decode two tokens under hostile trees with many seeds; compare with all 64 pairs."""
     prompt, runs = [1, 2, 3], examples(300, long=4000)
     at = SamplingParams(temp=0.9, **filters)
 
@@ -135,7 +135,7 @@ def test_a_choice_depends_on_seed_and_position_alone() -> None:
     together, _ = chooser.choose(logits, positions)
     alone = [chooser.choose(logits[i : i + 1], [positions[i]])[0].item() for i in range(6)]
     assert together.tolist() == alone
-    mx.random.seed(99)  # MLX's global state plays no part
+    mx.random.seed(99)  # MLX's global random state does not matter
     assert chooser.choose(logits, positions)[0].tolist() == alone
 
 
@@ -161,7 +161,7 @@ def test_xtcs_coin_says_nothing_about_the_noise_of_any_token(best: int) -> None:
 
 
 def test_of_tokens_that_rounding_makes_equal_mlx_lm_s_choice_is_taken() -> None:
-    # Once their log-sum is taken off, the two best are equal, and the first of them wins.
+    # After subtracting the log-sum, the two best are equal, and the first of them wins.
     logits = mx.concatenate([mx.array([1.0, 1.0 + 2**-23]), mx.zeros(5000)])[None]
     assert mx.argmax(logits).item() == 1
     theirs = make_sampler(temp=0.0)(logits - mx.logsumexp(logits, keepdims=True))
@@ -175,7 +175,7 @@ def test_seeds_and_positions_give_independent_noise() -> None:
         Chooser(SamplingParams(temp=1.0, seed=seed)).choose(flat, [position])[0].item()
         for seed, position in itertools.product([0, 1, 2**32, 2**64 - 1], range(8))
     ]
-    assert len(set(choices)) > 28  # of 32 draws from 1000
+    assert len(set(choices)) > 28  # 32 draws from 1000
 
 
 @pytest.mark.parametrize("temp", [1e-300, 1e-30, 1e-7])
@@ -261,7 +261,7 @@ SAMPLERS: dict[str, Callable[[], Callable[[mx.array], mx.array]]] = {
 
 
 def draws_twice(logprobs: mx.array) -> mx.array:
-    """Best of two draws, in a shape without rows."""
+    """A sampler that takes the better of two draws and returns a shape without rows."""
     one, other = (mx.random.categorical(logprobs).item() for _ in range(2))
     return mx.array(max(one, other))
 

@@ -1,4 +1,4 @@
-"""Penalties and logits processors, against mlx-lm's own generation."""
+"""Penalties and logits processors, compared with mlx-lm's generation."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PROMPT = [BOS, 403, 407, 261, 370, 403, 407]
 
 @mlxspec.pure
 def no_token_twice_in_a_row(tokens: mx.array, logits: mx.array) -> mx.array:
-    """A processor that reads its tokens as numbers, as users write them."""
+    """A processor that converts its tokens to numbers, as users write them."""
     forbidden = tokens.tolist()[-1]
     return mx.where(mx.arange(logits.shape[-1]) == forbidden, -mx.inf, logits)
 
 
 @mlxspec.pure
 def by_parity_of_the_length(tokens: mx.array, logits: mx.array) -> mx.array:
-    """A processor that knows its position by the number of tokens alone."""
+    """A processor that derives its position from the number of tokens."""
     lifted = mx.arange(logits.shape[-1]) % 2 == len(tokens) % 2
     return logits + 2.0 * lifted
 
@@ -90,7 +90,7 @@ def test_plain_decoding_equals_mlx_lm_with_the_same_processors(model: nn.Module,
     assert [step.tokens[0] for step in ours] == list(expected)
     for step, theirs in zip(ours, logprobs, strict=True):
         assert mx.array_equal(step.logprobs[0], theirs).item()
-    assert list(expected) != plain(model, PROMPT, max_tokens=40)  # the shape does something
+    assert list(expected) != plain(model, PROMPT, max_tokens=40)  # the processor has an effect
 
 
 @pytest.mark.nightly(keep=5)
@@ -143,7 +143,7 @@ def test_the_demo_model_writes_the_same_with_every_drafter() -> None:
 def test_tokens_that_run_again_and_windows_that_wrap_keep_their_contexts(
     name: str, temp: float
 ) -> None:
-    """Other kinds of cache: state that is replayed, sliding windows, chunks."""
+    """With other kinds of cache: replayed state, sliding windows, chunks."""
     architecture = ARCHITECTURES[name]
     model = architecture.model()
     filters = {"top_p": 0.95, "xtc_probability": 0.5} if temp else {}
@@ -164,12 +164,12 @@ def test_tokens_that_run_again_and_windows_that_wrap_keep_their_contexts(
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "hostile trees"])
 def test_each_node_sees_the_context_and_its_own_path(model: nn.Module, drafts: bool) -> None:
-    """Every call of a step is predicted from the tree and the tokens emitted before it."""
+    """Predict each processor call of a step from the tree and the tokens before it."""
     seen: list[tuple[int, ...]] = []
 
     @mlxspec.pure
     def log(tokens: mx.array, logits: mx.array) -> mx.array:
-        assert tokens.dtype == (mx.int64 if len(tokens) > len(PROMPT) else mx.int32)  # as mlx-lm
+        assert tokens.dtype == (mx.int64 if len(tokens) > len(PROMPT) else mx.int32)  # like mlx-lm
         assert logits.shape == (1, model.args.vocab_size)
         seen.append(tuple(tokens.tolist()))
         return logits
@@ -223,7 +223,7 @@ def test_an_error_in_a_processor_leaves_the_cache_at_the_context(model: nn.Modul
     steps = decode(target, PROMPT, NoDraft(), chooser, max_tokens=30, ends=lambda _: False)
     with pytest.raises(RuntimeError, match="from the processor"):
         list(steps)
-    assert target.length == len(PROMPT) + 4 - 1  # the fifth was emitted by no finished step
+    assert target.length == len(PROMPT) + 4 - 1  # no finished step emitted the fifth
     assert {cache.offset for cache in target.cache} == {target.length}
 
 

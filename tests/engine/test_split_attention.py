@@ -1,4 +1,4 @@
-"""Attention in calls that stay within MLX's fused kernel gives what one call gives."""
+"""Attention split into calls that fit MLX's fused kernel equals a single call."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOST_ROWS, MOST_QUERIES = 2, 4
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A fused kernel for small models and small drafts; the rows of all calls of attention."""
+    """Set small limits of the fused kernel; record the rows of each attention call."""
     monkeypatch.setattr(patches, "_FUSED_ROWS", MOST_ROWS)
     monkeypatch.setattr(patches, "_FUSED_QUERIES", MOST_QUERIES)
     rows: list[int] = []
@@ -195,5 +195,5 @@ def test_what_is_faster_is_kept(
     monkeypatch.setattr(steps, "drafted", lambda rows: next(seconds[loaded.split_from]))
     assert steps.splits_attention(end=1e18) is pays
     assert loaded.split_from == (0 if pays else None)
-    assert steps.splits_attention(end=0) is None  # there was no time
+    assert steps.splits_attention(end=0) is None  # no time to measure
     assert loaded.split_from is None

@@ -1,4 +1,4 @@
-"""The step: what the cache holds after it, where the output ends, and interrupts."""
+"""The step: the cache after it, the end of the output, and interrupts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPT = [BOS, 300, 301, 302]
 
 
 def assert_holds_exactly(target: Target, context: list[int]) -> None:
-    """The target's cache equals a fresh prefill of the context without its last token."""
+    """Assert that the cache equals a fresh prefill of the context without its last token."""
     fresh = make_prompt_cache(target.model)
     target.model(mx.array(context[:-1])[None], cache=fresh)
     assert target.length == len(context) - 1
@@ -57,10 +57,10 @@ def test_after_every_step_the_cache_holds_the_context_without_its_last_token(
         accepted = step.accepted
         moved += accepted != tuple(range(1, len(accepted) + 1))
         assert_holds_exactly(target, context)
-    assert moved > 0  # some accepted rows had to be moved together
+    assert moved > 0  # some accepted rows had to be compacted
 
 
-def test_the_time_of_a_drafter_is_told_apart_where_it_takes_it_from_the_forward(
+def test_the_time_of_a_drafter_is_separate_where_it_delays_the_forward(
     model: nn.Module,
 ) -> None:
     class Slow(PromptLookupDrafter):
@@ -204,7 +204,7 @@ def test_an_error_in_the_drafter_ends_it_and_leaves_the_cache_usable(
 
 
 def test_a_step_returns_choice_and_argmax_per_node(model: nn.Module) -> None:
-    """Each node's choice and argmax equal those of its path decoded in a row."""
+    """Each node's choice and argmax equal those of its path decoded as a chain."""
     params = SamplingParams(temp=1.0, seed=11)
     truth = plain(model, PROMPT, max_tokens=30, params=params)
     drafter = HostileDrafter(truth, 512, BOS, seed=5)
@@ -274,7 +274,7 @@ def test_tree_steps_in_two_threads_leave_the_model_as_it_is(model: nn.Module) ->
 
 
 class Moody(Oracle):
-    """Drafts now and then, and lets the loop run ahead while it does not."""
+    """Drafts occasionally, and lets the loop run ahead in between."""
 
     pipelined = True
 
@@ -290,7 +290,7 @@ class Moody(Oracle):
 
 @pytest.mark.slow
 def test_a_drafter_may_enter_and_leave_the_pipeline(model: nn.Module) -> None:
-    """No step's work is lost: each forward's rows are verified, and the cache stays exact."""
+    """No work is lost: each forward's rows are verified, and the cache stays exact."""
     truth = plain(model, PROMPT, max_tokens=60)
     drafter, target, kinds = Moody(truth), new_target(model), []
     context, dispatched = PROMPT.copy(), False
@@ -339,7 +339,7 @@ def test_steps_are_timed_by_their_rows(model: nn.Module) -> None:
 
 
 class Slow(NoDraft):
-    """Takes 3 seconds to observe a step."""
+    """A drafter that takes 3 seconds to observe a step."""
 
     now = 0.0
 
@@ -368,7 +368,7 @@ def test_what_a_drafter_takes_counts_for_the_next_step_and_the_consumer_for_none
 
 
 class Quiet(RuntimeError):
-    """Is false, as an exception with a length of 0 is."""
+    """A falsy exception, like one with a length of 0."""
 
     def __bool__(self) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""States of recurrent layers after any row of a forward, from its tape."""
+"""Recurrent layers' states after any row of a forward, from its tape."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def assert_same_state(target: Target, expected: Target) -> None:
 
 @pytest.fixture
 def from_the_tape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tokens run again."""
+    """Fail if tokens run again."""
     monkeypatch.setattr(Target, "_run_again", lambda *_: 1 / 0)
 
 

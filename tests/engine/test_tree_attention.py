@@ -1,4 +1,4 @@
-"""A tree step's logits equal those of its paths, each decoded in a row."""
+"""A tree step's logits equal those of its paths, each decoded as a chain."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_each_node_sees_the_cache_and_its_ancestors_at_the_right_positions(confi
             in_a_row = [*PROMPT, *(tree.tokens[n] for n in nodes)]
             expected = model(mx.array(in_a_row)[None], cache=make_prompt_cache(model))[0, -1]
             assert mx.max(mx.abs(logits[node] - expected)).item() < 1e-5
-        # Whatever path is kept, decoding goes on as if nothing else had been there.
+        # Whichever path is kept, decoding continues as if the others had not existed.
         target.commit(nodes)
         goes_on = target.forward(mx.array([3]), DraftTree.chain(3))[-1]
         expected = model(mx.array([*in_a_row, 3])[None], cache=make_prompt_cache(model))[0, -1]
@@ -76,7 +76,7 @@ def test_the_model_computes_as_before_wherever_ctrl_c_hits_a_tree_step() -> None
 
 
 def logits_of(model: nn.Module) -> bytes:
-    """Of the prompt in a forward of mlx-lm's."""
+    """Return the logits of mlx-lm's forward of the prompt."""
     return bytes(np.array(model(mx.array(PROMPT)[None], cache=make_prompt_cache(model))))
 
 
@@ -99,6 +99,6 @@ def test_a_window_counts_positions_and_not_indices(
     expected = np.zeros((len(tree), offset + len(tree)), dtype=bool)
     for node in range(len(tree)):
         seen = [*range(offset), *(offset + n for n in path(tree, node))]
-        # One attended position after the other, so the window is the end of the list.
+        # Attended positions are in order, so the window is the end of the list.
         expected[node, seen[-window_size:]] = True
     assert (np.array(TreeRows(tree).mask(offset, window_size)) == expected).all()

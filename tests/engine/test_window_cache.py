@@ -1,4 +1,4 @@
-"""A window's cache shows every row what mlx-lm's shows a step of one row."""
+"""In a window cache, each row sees the positions that a single-row step sees in mlx-lm's."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.support.examples import examples
 
 
 def rows_of(positions: list[int]) -> mx.array:
-    """Keys that say their position, (1, 1, rows, 1)."""
+    """Return keys that are their positions, (1, 1, rows, 1)."""
     return mx.array(positions, dtype=mx.float32)[None, None, :, None]
 
 
 def seen(cache: WindowKVCache, positions: list[int], tree: DraftTree | None = None) -> list[set]:
-    """Append rows at these positions; the positions that each of them sees."""
+    """Append rows at these positions; return the positions that each row sees."""
     cache.rows = TreeRows(tree) if tree else None
     mask = cache.make_mask(len(positions))
     cache.rows = None
@@ -38,7 +38,7 @@ def seen(cache: WindowKVCache, positions: list[int], tree: DraftTree | None = No
 
 
 def expected(position: int, size: int, keep: int) -> set[int]:
-    """What mlx-lm's rotating cache holds after a step of one row at this position."""
+    """Return the content of mlx-lm's rotating cache after a single-row step at this position."""
     if position < size:
         return set(range(position + 1))
     return {*range(keep), *range(position - (size - keep) + 1, position + 1)}

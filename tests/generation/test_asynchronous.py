@@ -1,4 +1,4 @@
-"""Generations that tasks of asyncio take."""
+"""Generations consumed by asyncio tasks."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_decoders_way_to_draft_can_be_chosen() -> None:
 
 
 def test_the_event_loop_goes_on_meanwhile(decoder: Decoder) -> None:
-    """However long a step takes: here each waits for the loop's other task."""
+    """However long a step takes: here each step waits for another task of the loop."""
     ticks, at_steps = 0, []
 
     async def tick() -> None:
@@ -138,7 +138,7 @@ def test_the_event_loop_goes_on_meanwhile(decoder: Decoder) -> None:
 
 
 def running(decoder: Decoder) -> list[Request]:
-    """The decoder's requests that have not ended."""
+    """Return the decoder's unfinished requests."""
     engines = [one for one in gc.get_objects() if type(one) is Engine]
     return [one for engine in engines for one in engine._running if one.decoder is decoder]
 
@@ -174,7 +174,7 @@ def test_one_that_is_left_early_ends_and_gives_its_session_back(decoder: Decoder
     assert 5 <= len(taken) < 2000
     context = prompt + taken
     assert session.tokens[: len(context) - 1] == context[:-1]
-    # The caches hold what they should: the next turn is that of a new session.
+    # The caches are right: the next turn equals that of a new session.
     turn = [*context, *prompt[1:4]]
     *_, last = decoder.stream(turn, 8, session=session)
     assert last.reused_tokens >= len(context) - 1
@@ -215,7 +215,7 @@ def test_one_that_nobody_reads_waits(decoder: Decoder) -> None:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0.05)
         waiting = only.unread
-        async for response in stream:  # and it goes on
+        async for response in stream:  # and it continues
             taken.append(response.token)
             if len(taken) == 200:
                 break
@@ -223,7 +223,7 @@ def test_one_that_nobody_reads_waits(decoder: Decoder) -> None:
         return waiting, taken
 
     waiting, taken = asyncio.run(main())
-    assert asynchronous._AHEAD <= waiting < 2 * asynchronous._AHEAD  # with the last step's
+    assert asynchronous._AHEAD <= waiting < 2 * asynchronous._AHEAD  # with the last step's tokens
     assert taken == written(decoder, REPEAT, 200)
 
 
@@ -252,7 +252,7 @@ def test_wrong_input_is_refused_with_the_first_response(
 
 
 class Failing(mlxspec.Drafter):
-    """Fails in the third step."""
+    """A drafter that fails in the third step."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -308,21 +308,21 @@ def test_a_fault_of_the_model_reaches_all_and_ends_none_of_the_later_ones(
     assert asyncio.run(collected(decoder, REPEAT)) == written(decoder, REPEAT)
 
 
-def test_progress_is_told_in_the_event_loop(decoder: Decoder) -> None:
-    told: list[tuple[int, int]] = []
+def test_progress_is_reported_in_the_event_loop(decoder: Decoder) -> None:
+    progress: list[tuple[int, int]] = []
     threads = set()
 
-    def tell(done: int, total: int) -> None:
-        told.append((done, total))
+    def report(done: int, total: int) -> None:
+        progress.append((done, total))
         threads.add(threading.current_thread())
 
     prompt = decoder.tokenizer.encode(REPEAT) * 3
-    asyncio.run(collected(decoder, prompt, 2, on_progress=tell, prefill_step_size=16))
+    asyncio.run(collected(decoder, prompt, 2, on_progress=report, prefill_step_size=16))
     total = len(prompt) - 1
-    assert told[0] == (0, total)
-    assert told[-1] == (total, total)
-    assert len(told) > 2
-    assert told == sorted(told)
+    assert progress[0] == (0, total)
+    assert progress[-1] == (total, total)
+    assert len(progress) > 2
+    assert progress == sorted(progress)
     assert threads == {threading.current_thread()}
 
 
@@ -334,7 +334,7 @@ def test_the_thread_keeps_no_decoder() -> None:
     del decoder
     end = time.monotonic() + 10
     while gone() and time.monotonic() < end:
-        gc.collect()  # the thread may still have it the first time
+        gc.collect()  # at first the thread may still hold a reference
     assert gone() is None
 
 

@@ -1,4 +1,4 @@
-"""The default decoder, with costs that are given, not measured."""
+"""The default decoder, with fixed costs."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_only_what_is_remembered_teaches_the_next_generation(
 
 @pytest.mark.nightly(keep=1)
 def test_a_decoder_apart_notices_nothing_of_what_the_other_has_learned() -> None:
-    """Neither way: each drafts as if there were no other."""
+    """In either direction: each drafts as if the other did not exist."""
 
     def new() -> Any:
         decoder = stand_in_decoder(AutoDecoder)
@@ -144,7 +144,7 @@ def test_a_decoder_apart_notices_nothing_of_what_the_other_has_learned() -> None
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])
 def test_no_memory_changes_an_output(temp: float) -> None:
-    """Not one of lies, of loops, or of numbers that are no tokens of this model."""
+    """Not even a memory of wrong continuations, loops or invalid tokens."""
     decoder = decoder_with(FLAT)
     sampling = mlxspec.SamplingParams(temp=temp, seed=6)
     plain = mlxspec.PromptLookupDecoder(decoder.model, decoder.tokenizer)
@@ -184,10 +184,10 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
     for _ in range(2):
         responses = list(mlxspec.stream_generate(model, tokenizer, PROMPT, max_tokens=count))
         assert [response.token for response in responses] == expected
-    assert len(measured) == 1  # the second call goes on with what the first has found out
+    assert len(measured) == 1  # the second call uses what the first has learned
 
     alive = weakref.ref(model)
-    gc.disable()  # which could take minutes to come to the weights
+    gc.disable()  # which could take minutes to reach the weights
     try:
         del model, measured[:]
         assert alive() is None

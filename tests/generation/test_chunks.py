@@ -1,4 +1,4 @@
-"""A prompt gives the same whatever chunks others leave time for, also where chunks matter."""
+"""A prompt's output does not depend on how other requests split it into chunks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_sessions_first_prompt_gives_what_mlx_lm_gives(case: str) -> None:
     responses = [*decoder.stream(PROMPT, 6, session=session, **options)]
     expected = by_mlx_lm(decoder, PROMPT, **options)
     assert_close(logprobs_of(responses), expected)
-    again = [*decoder.stream(PROMPT, 6, session=session, **options)]  # as after /retry
+    again = [*decoder.stream(PROMPT, 6, session=session, **options)]  # like after /retry
     assert_close(logprobs_of(again), expected)
 
 

@@ -1,4 +1,4 @@
-"""Constrained output is that of plain constrained decoding, whatever is drafted, and is valid."""
+"""Constrained output is valid and equals plain constrained decoding, whatever is drafted."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ PERSON = {
 
 @cache
 def small() -> mlxspec.Decoder:
-    """A small random model, which repeats itself where it may."""
+    """Return a small random model that repeats itself where the constraint allows it."""
     return mlxspec.Decoder(repetitive_llama(), demo().tokenizer)
 
 
 def small_decoder(kind: type[AnyDecoder], **options: object) -> AnyDecoder:
-    """A new decoder of this kind."""
+    """Return a new decoder of the small model."""
     _ = small().loaded.capability, small().loaded.chain_capability
     return kind(copy.copy(small().loaded), small().tokenizer, **options)  # type: ignore[arg-type]
 
 
 def decoders(make: Any) -> dict[str, tuple[mlxspec.Decoder, dict[str, Any]]]:
-    """Every way to draft, and its options."""
+    """Return decoders for every drafting method, with their options."""
     auto = make(mlxspec.AutoDecoder, memory_tokens=0)
     auto.costs = given_costs(FLAT)
     return {
@@ -89,7 +89,7 @@ def assert_same(
     temp: float = 0.0,
     seed: int = 0,
 ) -> None:
-    """The tokens of plain decoding, but for a near tie in its constrained probabilities."""
+    """Assert plain decoding's tokens, up to a near tie in its constrained probabilities."""
     plain = [response.token for response in expected]
     if plain == tokens:
         return
@@ -111,7 +111,7 @@ def text_of(responses: Sequence[GenerationResponse]) -> str:
 
 
 def by_brute_force(decoder: mlxspec.Decoder, prompt: str, constraint: Constraint) -> list[int]:
-    """mlx-lm's model, llguidance's masks and argmax, a token at a time."""
+    """Decode token by token with mlx-lm's model, llguidance's masks and argmax."""
     model, tokenizer = decoder.model, decoder.tokenizer
     definition = tried(constraint, {"size": decoder.loaded.vocab_size, "ends": [2], "special": {}})
     vocabulary = Vocabulary.of(tokenizer, decoder.loaded.vocab_size)
@@ -297,7 +297,7 @@ def test_penalties_processors_and_log_probabilities_hold_under_constraints() -> 
             assert abs(response.logprobs[chosen] - same.logprobs[chosen]).item() < 1e-3
     counting = plainly(drafting["auto"][0], PROMPTS[1], **options, logits_processors=[count])
     assert_same(expected, [response.token for response in counting], 0.6, 4)
-    assert seen == sorted(set(seen))  # once for each token, and in order
+    assert seen == sorted(set(seen))  # once per token, in order
 
 
 @pytest.mark.slow
@@ -345,7 +345,7 @@ def test_regexes_choices_and_grammars(constraint: Constraint, pattern: str) -> N
         (Constraint.grammar("start: unknown"), "unknown"),
         (Constraint.grammar("root ::= x("), "x("),
         ({"type": "object"}, "dict"),
-        # These would take minutes or gigabytes.
+        # Compiling these would take minutes or gigabytes.
         (Constraint.json_schema({"items": {"multipleOf": 999983}}), "more than 2 seconds"),
         (
             Constraint.json_schema({"allOf": [{"multipleOf": 997}, {"multipleOf": 9.91}]}),

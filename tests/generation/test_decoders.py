@@ -42,7 +42,7 @@ def test_responses_equal_mlx_lm_token_by_token(decoder: PromptLookupDecoder) -> 
         assert difference is None or difference.margin < NEAR_TIE_FLOAT32
         if difference:
             continue
-        text = "".join(r.text for r in ours)  # with the first space, which mlx-lm drops
+        text = "".join(r.text for r in ours)  # with the leading space, which mlx-lm drops
         assert text.removeprefix(" ") == "".join(r.text for r in theirs)
         assert [r.finish_reason for r in ours] == [r.finish_reason for r in theirs]
         assert [r.generation_tokens for r in ours] == list(range(1, len(ours) + 1))

@@ -1,4 +1,4 @@
-"""What a decoder drafts from, as values."""
+"""The value objects that describe what a decoder drafts from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generations that run at once write what each writes alone, whatever happens to the others."""
+"""Concurrent generations give each request's own output, whatever happens to the others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPTS = [
     "one two three four one two three four one two",
     "[INST] Count from one to ten, twice. [/INST]",
 ]
-# Llama 4's sequences take turns, those of the others share their forwards.
+# Llama 4's sequences take turns; the other models' share forwards.
 KINDS = {
     "llama3": JointMode.SPLIT,
     "mamba2": JointMode.SPLIT,
@@ -59,7 +59,7 @@ def small_decoder(kind: str = "llama3") -> mlxspec.Decoder:
 
 
 class Collected:
-    """The tokens of a generation."""
+    """Collects a generation's tokens."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -145,7 +145,7 @@ def test_prompts_that_are_long_together_run_one_after_the_other() -> None:
 
 
 class Failing(Drafter):
-    """Fails in its third step, or where it begins."""
+    """A drafter that fails in its third step, or in ``begin``."""
 
     def __init__(self, fault: str) -> None:
         self._fault = fault
@@ -427,7 +427,7 @@ def test_without_parameters_a_generation_drafts_as_stream_does() -> None:
 
 
 def test_a_paused_generation_waits_and_the_others_go_on() -> None:
-    """And goes on as if it had not been paused."""
+    """It then continues as if it had not been paused."""
     decoder = new_decoder()
     engine, first, second = Engine(decoder), Collected(), Collected()
     request = submit(engine, [1, 2, 3], first.add, 30)
@@ -468,7 +468,7 @@ def test_sequences_with_quantised_caches_run_beside_others(mode: JointMode) -> N
         submit(engine, prompt, collected.add, 32, **own)
     engine.run()
     assert [collected.tokens for collected in found] == expected
-    assert engine.steps < 40  # all in the same ones
+    assert engine.steps < 40  # all share the same steps
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""With a trained head the output stays that of plain decoding, however good its drafts are."""
+"""With a trained head the output equals plain decoding, however good its drafts are."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from tests.support.llamas import repetitive_llama
 TOKENS = 40 if LONG else 24
 TEMPERATURES = (0.0, 0.7, 1.3)
 RIGHT = {"random": None, "trained": 0.8, "lying": 0.0}
-"""How often each token of a draft is right if those before are; None leaves the head alone."""
+"""The chance that a draft token is right if those before are; None keeps the head's own drafts."""
 
 
-# Per kind, its target and what makes a random head for it.
+# By kind, the target and the function that makes a random head for it.
 KINDS: dict[str, tuple[str, Callable[..., Any]]] = {
     "EAGLE-3": ("llama3", heads.eagle3),
     "MTP": ("qwen3_5", heads.qwen_mtp),
@@ -55,12 +55,12 @@ def target(kind: str) -> nn.Module:
 
 
 class Instructed(TrainedHead):
-    """A head that runs as any other, but drafts what it is told.
+    """A head that runs normally but drafts given tokens.
 
     Args:
-        kind: of the head.
+        kind: the kind of head.
         right: as in ``RIGHT``.
-        model: by default the kind's.
+        model: the target; by default the kind's.
     """
 
     def __init__(self, kind: str, right: float | None, model: nn.Module | None = None) -> None:
@@ -69,7 +69,7 @@ class Instructed(TrainedHead):
         self.right, self.random = right, random.Random(4)
         self.contexts: list[list[int]] = []
         self.drafted = 0
-        # So that it runs even if it is hardly ever right.
+        # So that it runs even if it is rarely right.
         self.experience = HeadExperience(1e-6, 1e-6, self.head.most)
 
     def draft(
@@ -79,9 +79,9 @@ class Instructed(TrainedHead):
         self.drafted += len(drafts)
         if self.right is None:
             return [(tokens, [0.9] * depth) for tokens, _ in drafts]
-        return [(self.told(member, depth), [0.9] * depth) for member in members]
+        return [(self.dictated(member, depth), [0.9] * depth) for member in members]
 
-    def told(self, member: HeadDrafts, depth: int) -> list[int]:
+    def dictated(self, member: HeadDrafts, depth: int) -> list[int]:
         start = member.target.length + 1
         known = (own for own in self.contexts if own[start - 1 : start] == [member.last])
         true = next(known, [])[start : start + depth]
@@ -150,7 +150,7 @@ def test_joint_steps_with_text(kind: str, right: str, count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(500 if LONG else 8))
 def test_schedules(number: int) -> None:
-    """Requests that join, pause and leave at any time, each with its own sampling."""
+    """Run requests that join, pause and leave at any time, each with its own sampling."""
     pick = random.Random(number)
     kind = pick.choice([*KINDS])
     trained = Instructed(kind, pick.choice([*RIGHT.values()]))
@@ -190,11 +190,10 @@ def plain_decoder(kind: str) -> mlxspec.Decoder:
 
 
 class Conversation:
-    """Turns of a decoder with a head that knows most of the answers, each compared with plain
-    decoding's.
+    """Turns of a decoder with a mostly right head, each compared with plain decoding.
 
     Attributes:
-        context: of the last turn, whose answer is its last ``answer`` tokens.
+        context: the last turn's tokens, which end with ``answer`` tokens of its answer.
     """
 
     def __init__(self, kind: str) -> None:
@@ -204,7 +203,7 @@ class Conversation:
         self.answer = 0
 
     def turn(self, prompt: list[int], n: int, taken: int | None = None, **options: Any) -> Any:
-        """Take so many tokens of an answer; returns the last response."""
+        """Take some tokens of an answer; return the last response."""
         sampling: dict[str, Any] = {"temp": 0.7, "seed": 7}
         plain = plain_decoder(self.kind).stream(prompt, n, **sampling)
         expected = [response.token for response in plain]
@@ -271,7 +270,7 @@ def test_a_servers_prefixes_have_their_heads(kind: str) -> None:
     assert prefixes.forks
 
 
-# --- what else there is ---
+# --- other cases ---
 
 
 ALSO: dict[str, tuple[dict[str, Any], Callable[[list[int]], Auto]]] = {

@@ -1,4 +1,4 @@
-"""Prompts whose answers copy from them, drafted in joint steps, get the answers they get alone."""
+"""Prompts whose answers copy from them, run in joint steps, get the same answers as alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEEDS = range(4 if LONG else 1)
 
 
 def grounded_prompts() -> list[list[int]]:
-    """Of all kinds in turn, as token ids."""
+    """Return grounded prompts of all kinds in turn, as token ids."""
     tokenizer = demo().tokenizer
     by_kind = [
         [prompt.messages for prompt in bundled_prompts() if prompt.category == kind]
@@ -41,7 +41,7 @@ def grounded_prompts() -> list[list[int]]:
 
 
 def repetitions() -> list[list[int]]:
-    """Random tokens of a small vocabulary, again and again."""
+    """Return prompts that repeat random tokens of a small vocabulary."""
     source = random.Random(5)
     return [[1, *[source.randrange(3, 100) for _ in range(12)] * 3] for _ in range(8)]
 

@@ -1,4 +1,4 @@
-"""The lookahead decoder, with given costs."""
+"""The lookahead decoder, with fixed costs."""
 
 from __future__ import annotations
 

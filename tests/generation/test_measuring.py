@@ -1,4 +1,4 @@
-"""What decoders measure, and when, on the bundled demo model."""
+"""What decoders measure and when, on the bundled demo model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory of the KV cache, asked for as with mlx-lm."""
+"""The KV cache options, with mlx-lm's names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mlx_lms_tokens(decoder: mlxspec.PromptLookupDecoder) -> list[int]:
     tokens = []
     for token, logprobs in steps:
         best = mx.sort(logprobs)[-2:]
-        # Below, tokens are compared as they are: none of them stands at a near tie.
+        # The tests below compare tokens directly, since none is at a near tie.
         assert (best[1] - best[0]).item() > NEAR_TIE_FLOAT32
         tokens.append(token)
         if token in decoder.tokenizer.eos_token_ids:

@@ -1,4 +1,4 @@
-"""Results as notebooks show them."""
+"""The HTML of results in notebooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.drop_in import REPEAT
 
 
 class Read(HTMLParser):
-    """The texts of the parts of a page: all, and those that are marked."""
+    """The text of a page, and its marked parts."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ def test_a_generations_result_is_shown_as_it_came() -> None:
 def test_it_reads_in_light_and_dark_notebooks(
     tmp_path: Path, text_color: str, background: str
 ) -> None:
-    """The tint differs from the background, and text on it keeps its contrast."""
+    """The tint differs from the background, and text on it has enough contrast."""
     html = result(["mark: ", " " * 20], [False, True])._repr_html_()
     page = tmp_path / "page.html"
     style = f"body{{margin:0;color:{text_color};background:{background};font-size:40px}}"

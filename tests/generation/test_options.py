@@ -1,4 +1,4 @@
-"""The keyword arguments that all decoders take, on a small random model."""
+"""The keyword arguments of all decoders, on a small random model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafters that users write: the pages' one, and those that return an invalid draft."""
+"""Custom drafters: the documentation's example, and some that return an invalid draft."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EXAMPLE = Path(mlxspec.__file__).parents[1] / "examples" / "own_drafter.py"
 
 
 def example_class() -> type[Drafter]:
-    """The drafter that the pages show."""
+    """Return the drafter class in the documentation."""
     spec = importlib.util.spec_from_file_location("own_drafter", EXAMPLE)
     assert spec
     assert spec.loader
@@ -67,7 +67,7 @@ def test_what_an_extra_drafter_alone_knows_is_drafted() -> None:
 
 
 class Foresight(Drafter):
-    """Knows the output."""
+    """A drafter that knows the output."""
 
     def __init__(self, truth: Sequence[int]) -> None:
         self._truth = list(truth)
@@ -84,7 +84,7 @@ class Foresight(Drafter):
 
 
 class Wrong(Drafter):
-    """Proposes whatever it is given."""
+    """A drafter that proposes a given object."""
 
     def __init__(self, proposal: object) -> None:
         self._proposal = proposal

@@ -1,4 +1,4 @@
-"""A fault in planning drafts costs speed: outputs are whole, and a line of the log tells of it."""
+"""A fault in planning only costs speed: the output is complete, and the log reports it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def named(place: Any) -> str:
 
 
 def breaks(patch: pytest.MonkeyPatch, place: Any, name: str, after: int) -> None:
-    """Let a function fail once it has been called so often."""
+    """Let a function fail after a number of calls."""
     usual: Callable[..., Any] = getattr(place, name)
     calls = 0
 
@@ -94,7 +94,7 @@ def test_a_generation_goes_on_alone(
     assert all(map(LINE.fullmatch, planning_faults))
     planning_faults.clear()
     monkeypatch.undo()
-    *_, last = decoder.stream(PROMPTS[0], TOKENS)  # the next one has drafts again
+    *_, last = decoder.stream(PROMPTS[0], TOKENS)  # the next generation drafts again
     assert last.stats.accepted > 0
 
 
@@ -115,7 +115,7 @@ def test_generations_go_on_together(
     engine.run()
     assert [request.error for request in requests] == [None] * 3
     assert found == [expected(prompt) for prompt in PROMPTS]
-    assert len(planning_faults) <= len(requests) + 1  # what they share is told of once
+    assert len(planning_faults) <= len(requests) + 1  # a shared fault is logged once
     assert planning_faults or after
     assert all(map(LINE.fullmatch, planning_faults))
     planning_faults.clear()
@@ -137,7 +137,7 @@ def test_a_coroutine_goes_on(monkeypatch: pytest.MonkeyPatch, planning_faults: l
 
 
 class Failing(Drafter):
-    """A drafter of the user's own with a fault."""
+    """A custom drafter with a fault."""
 
     def __init__(self, place: str) -> None:
         self._place = place

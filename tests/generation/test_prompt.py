@@ -1,4 +1,4 @@
-"""Prompts as users pass them: texts and token ids, and what is neither."""
+"""Prompts as users pass them: texts, token ids and invalid types."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_a_text_with_a_token_that_the_model_lacks_names_it() -> None:
     for prompt in ("a<|im_start|>b", [{"role": "user", "content": "a"}]):
         with pytest.raises(PromptError) as error:
             prompt_ids(prompt, tokenizer, 256, None)
-        told = r"the prompt holds the token <\|im_start\|> \(id 25\d\), which the model lacks"
-        assert re.match(told, str(error.value))
-    with pytest.raises(PromptError, match="holds the id 256: pass ids from 0 to 255"):
+        text = r"the prompt contains the token <\|im_start\|> \(id 25\d\), which the model lacks"
+        assert re.match(text, str(error.value))
+    with pytest.raises(PromptError, match="contains the id 256: pass ids from 0 to 255"):
         prompt_ids([5, 256], tokenizer, 256, None)

@@ -1,4 +1,4 @@
-"""Log-probabilities per token, against mlx-lm's."""
+"""Log-probabilities per token, compared with mlx-lm's."""
 
 from __future__ import annotations
 
@@ -105,5 +105,5 @@ def test_responses_that_are_kept_hold_what_mlx_lms_hold() -> None:
     theirs = mlx_lm.stream_generate(decoder.model, decoder.tokenizer, PROMPT, max_tokens=40)
     expected = bytes_held(theirs)
     ours = decoder.stream(PROMPT, max_tokens=40, W=10, N=5, G=8)
-    # A step's rows are tens. What a decoder keeps beside them is a tenth of this, more or less.
+    # Keeping a step's rows would take tens of times this much; a decoder's rest is a tenth of it.
     assert bytes_held(ours) <= 2 * expected

@@ -1,4 +1,4 @@
-"""Where the output's text ends, against a search in the whole text."""
+"""The end of the output's text, compared with a search in the whole text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STOP_TOKEN = 99
 
 
 class Pieces:
-    """A detokenizer whose tokens are PIECES; like real ones it may hold the last one back."""
+    """A detokenizer with tokens PIECES. Like real ones, it may hold back the last."""
 
     def __init__(self, delay: bool) -> None:
         self._delay, self._ready, self._held = delay, "", ""
@@ -51,8 +51,8 @@ def test_text_ends_before_the_first_stop_string(
         (segment,) = text.take()
         shown += segment
         before, whole = whole, whole + (PIECES[token] if token != STOP_TOKEN else "")
-        known = before if delay else whole  # what the detokenizer has given away
-        # Nothing that may belong to a stop string has been shown.
+        known = before if delay else whole  # the text from the detokenizer so far
+        # No text that may belong to a stop string has been shown.
         assert known.startswith(shown)
         assert not any(s in shown for s in stop)
         if ended:
@@ -79,7 +79,7 @@ def test_at_max_tokens_everything_held_back_is_shown(
         known = before if delay and index < len(output) else whole
         if text.add(token):
             break
-    # The stop string that is complete first ends the output; what came until then counts.
+    # The stop string that is complete first ends the output, at the tokens so far.
     cut = min((known.index(s) for s in stop if s in known), default=None)
     assert "".join(text.take()) == known[:cut]
     assert text.finish_reason == ("length" if cut is None else "stop")

@@ -1,7 +1,7 @@
-"""Generators, sessions and prompt caches in several threads, in any order, against mlx-lm.
+"""Generators, sessions and prompt caches in several threads, in any order, compared with mlx-lm.
 
-A schedule says which thread makes, advances, closes, drops or merely looks at what, step by
-step. mlx-lm runs it first, in one thread; what each step gives there, it must give here.
+Each step of a schedule names a thread and an operation: make, advance, close, drop or look at
+something. mlx-lm runs the schedule first, in one thread. Each step must then give the same here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def decoder_of(name: str) -> Decoder:
 
 @dataclass(frozen=True)
 class Make:
-    """A generator on one of the caches or sessions, or (place None) on none of them."""
+    """Make a generator on one of the caches or sessions, or on none (place None)."""
 
     kind: str
     place: int | None
@@ -70,7 +70,7 @@ class Make:
 
 @dataclass(frozen=True)
 class Do:
-    """Something done with one of the open generators, of which the newest is number 0."""
+    """Operate on one of the open generators; the newest is number 0."""
 
     what: str
     which: int
@@ -79,7 +79,7 @@ class Do:
 
 @dataclass(frozen=True)
 class Look:
-    """What a cache holds, or what mlx-lm makes of it."""
+    """Read a cache's content, or what mlx-lm generates from it."""
 
     what: str
     place: int
@@ -122,17 +122,17 @@ schedules = st.lists(steps, min_size=10, max_size=40)
 
 @dataclass
 class Made:
-    """A generator, and what came of it."""
+    """A generator and its results."""
 
     make: Make
     generator: Generator[Any, None, None] | None
     taken: list[int] = field(default_factory=list)
     last: Any = None
-    state: str = "new"  # then started, ended or kept out: another uses its cache or session
+    state: str = "new"  # then started, ended or kept out (another uses its cache or session)
 
 
 class Side:
-    """Runs a schedule's steps; mlx-lm's side and ours differ in how a generator is made."""
+    """Runs a schedule's steps. mlx-lm's side and ours make generators differently."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -173,7 +173,7 @@ class Side:
         if step.what == "continue":
             generated = generate_step(mx.array([1, 2]), self.model, prompt_cache=caches)
             continued = [token for token, _ in islice(generated, 2)]
-            mx.eval([cache.state for cache in caches])  # which mlx-lm leaves lazy in part
+            mx.eval([cache.state for cache in caches])  # mlx-lm leaves some of them lazy
             return continued
         return [
             np.array(cache.keys[..., : cache.offset, :])
@@ -183,16 +183,16 @@ class Side:
 
 
 Expected = list[tuple[int, Any, Made | None, Any]]
-"""Thread, step, mlx-lm's generator and what the step gives, of the steps that can be taken."""
+"""Thread, step, mlx-lm's generator and the step's result, for each step that can run."""
 
 
 def by_mlx_lm(side: Side, tokenizer: TokenizerWrapper, schedule: list[tuple[int, Any]]) -> Expected:
     expected: Expected = []
-    running: dict[Any, Made] = {}  # the last to be started on a cache or session
+    running: dict[Any, Made] = {}  # the last generator started on a cache or session
     contexts: dict[Any, list[int]] = defaultdict(list)
 
     def find_its_place(made: Made) -> None:
-        """Before it is advanced: does another generation stand where this one is to go on?"""
+        """Before an advance, check whether another generation uses the cache or session."""
         place = made.make.resource
         other = running.get(place)
         if made.make.place is None or other is made:
@@ -242,7 +242,7 @@ def by_mlx_lm(side: Side, tokenizer: TokenizerWrapper, schedule: list[tuple[int,
 
 
 class Ours(Side):
-    """The same with mlxspec, whose drafters know what mlx-lm wrote."""
+    """The side of mlxspec, whose drafters know mlx-lm's output."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder.model)
@@ -264,7 +264,7 @@ class Ours(Side):
     def take(
         self, step: Any, made: Made | None, expected: Any, before: Future[None] | None
     ) -> None:
-        """Take a step once the one before it on the same cache or session is done."""
+        """Run a step after the previous one on the same cache or session."""
         if before is not None:
             before.result()
         if isinstance(step, Look):
@@ -305,7 +305,7 @@ def test_each_step_of_a_schedule_gives_what_mlx_lm_gives(
     expected = by_mlx_lm(Side(decoder.model), decoder.tokenizer, schedule)
     ours = Ours(decoder)
     own: dict[int, Made] = {}
-    # Steps on one cache, session or lone generator keep their order, others overlap.
+    # Steps on one cache, session or separate generator keep their order; others overlap.
     last: dict[Any, Future[None]] = {}
     with ThreadPools() as threads:
         for thread, step, theirs, result in expected:
@@ -330,7 +330,7 @@ def test_each_step_of_a_schedule_gives_what_mlx_lm_gives(
 
 
 class ThreadPools:
-    """Threads that each do what they are given in turn."""
+    """Threads that each run their tasks in order."""
 
     def __enter__(self) -> ThreadPools:
         self._pools = [ThreadPoolExecutor(1) for _ in range(THREADS)]

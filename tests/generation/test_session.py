@@ -1,4 +1,4 @@
-"""A conversation's turns on one cache give what each turn gives on a fresh one."""
+"""Turns of a conversation on one cache give the same output as on fresh caches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def decoder_of(kind: str) -> PromptLookupDecoder:
 def fresh_output(
     model: nn.Module, prompt: Sequence[int], max_tokens: int, **options: object
 ) -> list[int]:
-    """What mlx-lm generates."""
+    """Return mlx-lm's output."""
     steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens, **options)
     return [int(token) for token, _ in steps]
 
@@ -57,17 +57,17 @@ def said(decoder: PromptLookupDecoder, prompt: Sequence[int], n: int, **options:
 tokens = st.integers(0, VOCABULARY - 1)
 turns = st.tuples(
     st.sampled_from(["continue", "branch", "edit", "trim", "regenerate"]),
-    st.floats(0, 1),  # where, as a share of the conversation
-    st.lists(tokens, min_size=1, max_size=40),  # what the user says
+    st.floats(0, 1),  # the place of the cut, as a share of the conversation
+    st.lists(tokens, min_size=1, max_size=40),  # the user's message
     st.integers(1, 12),  # tokens of the answer
-    st.sampled_from([None, None, 1, 3]),  # the consumer closes the stream after so many
+    st.sampled_from([None, None, 1, 3]),  # the consumer closes the stream after this many
 )
 
 
 def next_prompt(
     context: list[int], answer: int, change: str, share: float, message: list[int]
 ) -> list[int]:
-    """The prompt of a turn after a context that ends with an answer of so many tokens."""
+    """Return a turn's prompt after a context that ends with an answer of ``answer`` tokens."""
     place = int(share * max(0, len(context) - 1))
     if change == "branch":
         context = context[:place]
@@ -185,7 +185,7 @@ def test_a_bounded_cache_shows_later_turns_what_mlx_lms_shows_token_by_token() -
     theirs = make_prompt_cache(decoder.model, max_kv_size=12)
     context: list[int] = []
     for message in ([5, 9, 12, 7], list(range(6, 40)), [41]):
-        # Its mask for several rows would drop the first positions, which it keeps.
+        # Its mask for several rows would drop the first positions, which the cache keeps.
         expected = fresh_output(decoder.model, message, 9, prompt_cache=theirs, prefill_step_size=1)
         context += message
         output = [r.token for r in said(decoder, context, 9, session=session, max_kv_size=12)]

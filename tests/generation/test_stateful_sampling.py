@@ -1,4 +1,4 @@
-"""Processors and samplers that keep state are called as mlx-lm calls them."""
+"""Stateful processors and samplers get the same calls as from mlx-lm."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loaded() -> tuple:
 
 
 class Recorded:
-    """Logs what each call sees, and forces the end at the 25th: both go wrong if called twice."""
+    """Logs each call's input and forces the end at a call. Repeated calls would break both."""
 
     def __init__(self, name: str, end: int, log: list[Call]) -> None:
         self.name, self.end, self.log = name, end, log
@@ -102,7 +102,7 @@ WAYS = {
 
 @functools.cache
 def what_mlx_lm_does(max_tokens: int) -> tuple[list[int], list[Call]]:
-    """Its output, and its calls."""
+    """Return mlx-lm's output and its calls."""
     processors, log = recorded()
     generate = by_function(stream_generate)
     model, tokenizer = stand_in_with_costs(FLAT)
@@ -115,7 +115,7 @@ def what_mlx_lm_does(max_tokens: int) -> tuple[list[int], list[Call]]:
 def test_stateful_processors_see_mlx_lm_s_calls_and_write_its_output(
     loaded: tuple, way: str, max_tokens: int
 ) -> None:
-    """Up to 24 the output is full, of 40 it takes 25 and ends."""
+    """Up to 24 tokens the output is complete; of 40, it ends after 25."""
     expected, their_log = what_mlx_lm_does(max_tokens)
     ours, log = recorded()
     actual = WAYS[way](*loaded, REPEAT, max_tokens=max_tokens, logits_processors=ours)

@@ -1,4 +1,4 @@
-"""The wall time of steps by their number of rows."""
+"""Wall times of steps by number of rows."""
 
 from mlxspec.drafting.costs import StepTimes
 from tests.support.threads import at_once

@@ -1,4 +1,4 @@
-"""Processes that end while a thread generates, or right after."""
+"""Processes that end while a thread generates, or just afterwards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if sys.argv[1] == "joined":
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("joined", ["joined", "not joined"])
 def test_a_process_ends_well_right_after_a_thread_has_generated(joined: str) -> None:
-    # Of three such processes at least two were aborted.
+    # Before the fix, at least two of three such processes aborted.
     for _ in range(2 if LONG else 1):
         ended = subprocess.run([sys.executable, "-c", PROGRAM, joined], capture_output=True)
         assert (ended.returncode, ended.stderr) == (0, b"")

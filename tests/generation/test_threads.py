@@ -1,4 +1,4 @@
-"""Several threads that share a decoder."""
+"""A decoder shared by several threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KINDS = [
 
 
 def new_decoder(kind: type, directory: Path) -> mlxspec.Decoder:
-    """With costs that allow drafts and learn from each step."""
+    """Return a decoder with costs that allow drafts and learn from each step."""
     decoder = stand_in_decoder(kind)
     curve = {1: 0.001, 16: 0.0012, 64: 0.008}
     known = KnownTimes([KnownTime(*time, 0.05) for time in curve.items()], "quick")
@@ -56,7 +56,7 @@ def test_threads_that_share_a_decoder_write_what_each_writes_alone(
 
 
 def test_a_model_can_generate_first_in_another_thread_than_it_was_made_in() -> None:
-    # Llama 3 scales RoPE's frequencies: an array that is no parameter.
+    # Llama 3's RoPE frequencies are an array that is not a parameter.
     decoder = mlxspec.Decoder(ARCHITECTURES["llama3"].model(), endless_tokenizer())
 
     def answer() -> list[int]:

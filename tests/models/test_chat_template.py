@@ -1,4 +1,4 @@
-"""Chat templates, which are programs of whoever made the model."""
+"""Chat templates, which are untrusted programs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_result_is_that_of_the_tokenizer(tokenizer: Any, how: dict[str, bool
         *("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ (1).__class__.__mro__[1]() }}"),
     ],
 )
-def test_one_that_fails_is_told(tokenizer: Any, template: str) -> None:
+def test_a_failing_template_is_an_error(tokenizer: Any, template: str) -> None:
     refused(tokenizer, template)
 
 
@@ -204,7 +204,7 @@ def test_many_late_system_messages_take_no_longer_than_their_length(tokenizer: A
 
 
 def left_out(role: str) -> str:
-    """A template without the contents of a role."""
+    """Return a template that omits a role's messages."""
     show = f"{{% if m.role != '{role}' %}}{{{{ m.content }}}}{{% endif %}}"
     return f"{{% for m in messages %}}<{{{{ m.role }}}}>{show}{{% endfor %}}"
 
@@ -223,7 +223,7 @@ def test_a_content_that_the_template_leaves_out_is_refused(
 
 
 def test_a_tool_s_result_may_be_written_as_json(tokenizer: Any) -> None:
-    """As by gpt-oss."""
+    """gpt-oss's template does so."""
     tokenizer._tokenizer.chat_template = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content | tojson }}"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}"

@@ -1,4 +1,4 @@
-"""Streamed text against the decoding of all tokens at once."""
+"""Streamed text compared with decoding all tokens at once."""
 
 import copy
 
@@ -26,7 +26,7 @@ PROMPT = "The quick"
 
 
 def stream(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[str]:
-    """The segments that a reader of ``last_segment`` sees, one a token and the final one."""
+    """Return the values of ``last_segment``, one per token and a final one."""
     detokenizer = streaming_detokenizer(tokenizer)
     segments = []
     for token in ids:
@@ -44,7 +44,7 @@ def decode(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
 
 
 def continuation(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
-    """The text of ``ids`` after a prompt, by transformers."""
+    """Decode ``ids`` after a prompt with transformers."""
     prompt = tokenizer.encode(PROMPT)
     before, whole = decode(tokenizer, prompt), decode(tokenizer, prompt + ids)
     assert whole.startswith(before)
@@ -86,7 +86,7 @@ def test_any_tokens_join_to_the_text_after_the_prompt(data: st.DataObject) -> No
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=20))
     expected = continuation(tokenizer, ids)
     text = "".join(stream(tokenizer, ids))
-    # Where tokens are no UTF-8, transformers replaces each byte of a run, Python what it must.
+    # For invalid UTF-8, transformers replaces each byte of a run, Python each invalid sequence.
     if "\ufffd" in expected:
         assert "\ufffd" in text
     else:
@@ -118,8 +118,8 @@ def test_invalid_utf8_is_replaced_as_by_python(content: bytes) -> None:
 
 
 def alphabet_of(content: bytes) -> str:
-    """GPT-2's letters for bytes, by the library's own pre-tokenizer."""
-    # Latin-1 text goes through UTF-8, so the letters are looked up one byte value at a time.
+    """Return GPT-2's letters for bytes, from the library's own pre-tokenizer."""
+    # Latin-1 text is encoded as UTF-8, so look up the letters one byte value at a time.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return "".join(

@@ -1,4 +1,4 @@
-"""Heads that draft blocks, against mlx-vlm's modules with the same weights."""
+"""Heads that draft blocks, compared with mlx-vlm's modules with the same weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.heads import dflash, dspark
 from tests.support.random_models import random_model
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-LENGTHS = [3, 7, 20]  # less than a window, almost one, and more
+LENGTHS = [3, 7, 20]  # less than a window, almost a window, and more
 
 TARGET = random_model("qwen3", tie_word_embeddings=True)
 EMBEDDING = TARGET.model.embed_tokens
@@ -29,7 +29,7 @@ def bound(head: Any) -> Any:
 
 
 def states(rows: int, seed: int = 0) -> list[mx.array]:
-    """Random hidden states of the two layers that the heads read, (rows, width) each."""
+    """Return random hidden states of the two layers that the heads read, (rows, width) each."""
     random = np.random.default_rng(seed)
     return [mx.array(random.normal(size=(rows, 32)).astype(np.float32)) for _ in range(2)]
 
@@ -43,7 +43,7 @@ def part(of_layers: Sequence[mx.array], start: int, end: int) -> list[mx.array]:
 
 
 def reference(head: Any, config: dict[str, Any]) -> Any:
-    """mlx-vlm's module with the weights of ours."""
+    """Return mlx-vlm's module with our head's weights."""
     reason = "needs mlx-vlm as the reference"
     package = "mlx_vlm.speculative.drafters."
     if isinstance(head, DSpark):
@@ -55,13 +55,13 @@ def reference(head: Any, config: dict[str, Any]) -> Any:
     model.load_weights(tree_flatten(head.parameters()))
     model.embed_tokens, model.lm_head = EMBEDDING, EMBEDDING.as_linear
     causal = config.get("is_causal")
-    for layer in model.layers:  # as z-lab's module; 0.7.10 takes an undeclared one for False
+    for layer in model.layers:  # like z-lab's module; 0.7.10 treats an undeclared one as False
         layer.self_attn.is_causal = layer.self_attn.is_sliding if causal is None else causal
     return model
 
 
 def expected(model: Any, token: int, depth: int, of_layers: Sequence[mx.array]) -> mx.array:
-    """The logits of mlx-vlm's module for a block after all these positions, without a cache."""
+    """Return mlx-vlm's logits for a block after all these positions, without a cache."""
     first = 0 if hasattr(model, "markov_head") else 1
     block = mx.array([[token] + [model.config.mask_token_id] * (first + depth - 1)])
     context = mx.concatenate(list(of_layers), axis=-1)[None]
@@ -103,7 +103,7 @@ def test_blocks_after_verified_positions_and_cuts(make: Any, settings: dict[str,
     config, head = make(TARGET, **settings)
     model, all_states, cache = reference(bound(head), config), states(24), head.make_cache()
     head.see([features(head, part(all_states, 0, 5))], [cache])
-    for end in (7, 8, 15, 15, 16):  # the second 15: its cache lacks nothing
+    for end in (7, 8, 15, 15, 16):  # the second 15: its cache is complete
         new = part(all_states, cache[0].offset, end)
         truth = expected(model, end, 4, part(all_states, 0, end))
         assert_close(drafted(head, end, 4, new, cache), truth)
@@ -125,7 +125,7 @@ def test_sequences_together_equal_each_alone(make: Any, settings: dict[str, Any]
     texts = [states(length, seed=length) for length in (4, 21, 9)]
     caches = [head.make_cache() for _ in texts]
     alone = [head.make_cache() for _ in texts]
-    head.see([features(head, part(texts[2], 0, 9))], [caches[2]])  # this one lacks nothing
+    head.see([features(head, part(texts[2], 0, 9))], [caches[2]])  # this one is complete
     lacking = [features(head, part(t, c[0].offset, 99)) for t, c in zip(texts, caches, strict=True)]
     logits = head.logits(head.block(mx.array([1, 2, 3]), 4, lacking, caches))
     for i, text in enumerate(texts):
@@ -136,9 +136,9 @@ def test_sequences_together_equal_each_alone(make: Any, settings: dict[str, Any]
 @HEADS
 @pytest.mark.parametrize("length", [7, 8, 9, 30])
 def test_a_window_moves_along_a_block_that_sees_both_ways(make: Any, length: int) -> None:
-    """mlx-vlm's does not move: its slot i equals that of a window that is i shorter.
+    """mlx-vlm's window does not move: its slot i equals ours with a window that is i shorter.
 
-    With one layer, what a slot predicts does not depend on what other slots see.
+    With one layer, a slot's prediction does not depend on what other slots see.
     """
     settings = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "is_causal": False}
     config, head = make(TARGET, **settings, sliding_window=12)

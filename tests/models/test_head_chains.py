@@ -1,4 +1,4 @@
-"""Heads that draft chains, against mlx-vlm's modules and transformers' with the same weights."""
+"""Heads that draft chains, compared with mlx-vlm's and transformers' with the same weights."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ COMMON: dict[str, Any] = {
 TARGET: dict[str, Any] = {**COMMON, "num_hidden_layers": 8}
 
 Forward = Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]
-"""From tokens and features to what is fed back and logits."""
+"""A function from tokens and features to the next features and logits."""
 
 
 def random_weights(module: nn.Module) -> dict[str, mx.array]:
-    """For all parameters of a module; norms scatter around 1."""
+    """Return random weights for a module; those of norms scatter around 1."""
     mx.random.seed(2)
     return {
         name: mx.random.normal(weight.shape) * 0.2 + ("norm" in name and weight.ndim == 1)
@@ -53,7 +53,7 @@ def load(head: Head, weights: dict[str, mx.array], embedding: nn.Embedding) -> N
 
 
 def assert_equal(ours: mx.array, theirs: mx.array, tolerance: float = 2e-5) -> None:
-    """Equal to float32's rounding, and minus infinity at the same places."""
+    """Assert equality up to float32 rounding, with minus infinity at the same places."""
     assert ours.shape == theirs.shape
     finite = mx.isfinite(theirs)
     assert mx.array_equal(mx.isfinite(ours), finite).item()
@@ -69,7 +69,7 @@ def tokens_of(*tokens: int) -> mx.array:
 def generation(
     states: mx.array, verified: Forward, chained: Forward, trim: Callable[[int], None]
 ) -> mx.array:
-    """Logits of a prompt, a chain of 4, and, once that is cut, of two pairs and a chain of 2."""
+    """Return the logits of a prompt, a chain of 4 and, after trimming it, two pairs and 2 more."""
     _, prompt = verified(tokens_of(5, 9, 2, 60, 33, 7), states[:, :6])
     rows = [prompt]
     fed, _ = verified(tokens_of(8), states[:, 6:7])
@@ -87,7 +87,7 @@ def generation(
 
 
 def generation_of(head: Head, states: mx.array, from_scratch: bool = False) -> mx.array:
-    """The same of our head, each forward after the first in a new cache if from scratch."""
+    """Run :func:`generation` with our head; from scratch means a new cache for each forward."""
     cache = head.make_cache()
     pairs: list[tuple[mx.array, mx.array]] = []
 
@@ -116,7 +116,7 @@ def generation_of(head: Head, states: mx.array, from_scratch: bool = False) -> m
 
 
 def theirs_of(module: Any, states: mx.array, logits_of: Callable[[mx.array], mx.array]) -> mx.array:
-    """The same of a module of mlx-vlm with a cache of its own."""
+    """Run :func:`generation` with an mlx-vlm module and its own cache."""
 
     def forward(tokens: mx.array, features: mx.array) -> tuple[mx.array, mx.array]:
         fed = module._forward_tokens(tokens, features, mx.int32)
@@ -187,7 +187,7 @@ def test_eagle_3_is_mlx_vlm_s(kind: str) -> None:
 
 
 def test_eagle_3_reads_the_layers_that_its_configuration_names() -> None:
-    """vLLM's ids are those that states enter, SGLang's those that they come from."""
+    """vLLM's ids name the layers that take the states, SGLang's those that produce them."""
     flat = EAGLE_3["sglang"]
     ids = "eagle_aux_hidden_state_layer_ids"
     assert Eagle3(flat, TARGET).reads == (1, 3, 4)
@@ -238,13 +238,13 @@ QWEN_OF_TARGET = {
     "linear_conv_kernel_dim": 4,
     "max_position_embeddings": 32768,
 }
-"""What a head's configuration has of its target's, without use for it."""
+"""Settings of the target in a head's configuration, which have no effect."""
 
 QWEN_KINDS = {"dense": QWEN, "experts": {**QWEN, **EXPERTS}, "fused experts": {**QWEN, **EXPERTS}}
 
 
 def original(weights: dict[str, mx.array], fused: bool) -> dict[str, mx.array]:
-    """As original checkpoints have them: norms centred at zero, experts in their forms."""
+    """Return weights in original checkpoints' layout, with norms centred at zero."""
     renamed = {}
     for name, weight in weights.items():
         name, _, projection = f"mtp.{name}".partition("switch_mlp.")
@@ -323,7 +323,7 @@ def test_mtp_of_another_target() -> None:
 
 
 class View(NamedTuple):
-    """Of a layer's keys and values."""
+    """A view of a layer's keys and values."""
 
     keys: mx.array
     values: mx.array
@@ -386,7 +386,7 @@ def gemma_generation(
     states: mx.array,
     embedding: nn.Embedding,
 ) -> mx.array:
-    """Logits of chains of 4 behind 3 entries, behind 9, and behind 7 once two are rejected."""
+    """Return the logits of chains of 4 after 3 entries, after 9, and after 7 with 2 rejected."""
     mx.random.seed(3)
     entries = [tuple(mx.random.normal((1, 2, 9, size)) for _ in range(2)) for size in (8, 16)]
     rows = []
@@ -407,7 +407,7 @@ def gemma_generation(
 def gemma_generation_of(
     masked: bool, states: mx.array, embedding: nn.Embedding, window: int
 ) -> mx.array:
-    """The same of our head, whose query sees ``window`` entries in the sliding layers."""
+    """Run :func:`gemma_generation` with our head; sliding layers see ``window`` entries."""
     head = Gemma4Assistant({**GEMMA, "use_ordered_embeddings": masked}, GEMMA_TARGET)
     load(head, gemma_weights(masked), embedding)
     assert head.make_cache() == []
@@ -429,7 +429,7 @@ def gemma_generation_of(
 
 
 def scored_only(logits: mx.array, masked: bool) -> mx.array:
-    """With minus infinity where they have 1 less than the least score."""
+    """Replace logits that are 1 below the lowest score by minus infinity."""
     least = logits.min(axis=-1, keepdims=True)
     return mx.where(logits == least, -mx.inf, logits) if masked else logits
 
@@ -452,7 +452,7 @@ def test_the_assistant_of_gemma_4_is_mlx_vlm_s(masked: bool) -> None:
         return fed, scored_only(logits, masked)
 
     states = mx.random.normal((1, 9, WIDTH))
-    # The query stands behind the entries, so one fewer than the window.
+    # The query follows the entries, so it sees one fewer than the window.
     ours = gemma_generation_of(masked, states, embedding, window=WINDOW - 1)
     assert_equal(ours, gemma_generation(forward, states, embedding))
     assert mx.isfinite(ours).sum(axis=-1).max().item() == (24 if masked else VOCABULARY)
@@ -490,7 +490,7 @@ def test_the_assistant_of_gemma_4_is_transformers_s(masked: bool) -> None:
 
     states = mx.random.normal((1, 9, WIDTH))
     ours = gemma_generation_of(masked, states, embedding, window=WINDOW)
-    # PyTorch rounds otherwise, and a chain multiplies that.
+    # PyTorch rounds differently, and a chain multiplies the difference.
     assert_equal(ours, gemma_generation(forward, states, embedding), tolerance=1e-4)
 
 

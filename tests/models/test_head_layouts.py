@@ -1,7 +1,7 @@
-"""Heads in the layouts in which they are published, against formulas in NumPy.
+"""Heads in published layouts, compared with NumPy formulas.
 
-Each layout has the keys of a published ``config.json`` and the names of its tensors, with small
-sizes. Settings and tensors without effect on what a head computes are there, too.
+Each layout has the keys of a published ``config.json`` and its tensors' names, with small sizes.
+Settings and tensors that do not affect the head's output are included.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ CHAIN = (11, 3, 62)
 
 
 def tensors(**shapes: tuple[int, ...]) -> Tensors:
-    """Random tensors; gains of norms scatter around 1. A double underscore stands for a dot."""
+    """Return random tensors; norms' gains scatter around 1. A double underscore means a dot."""
     random = np.random.default_rng(6)
     return {
         name.replace("__", "."): (
@@ -68,7 +68,7 @@ def tensors(**shapes: tuple[int, ...]) -> Tensors:
 
 
 def layer_of(at: str, inputs: int = WIDTH, norms: bool = False) -> Tensors:
-    """A layer of Llama, or one of Qwen 3 with norms of queries and keys."""
+    """Return a Llama layer, or a Qwen 3 layer with norms of queries and keys."""
     made = tensors(
         input_layernorm__weight=(WIDTH,),
         post_attention_layernorm__weight=(WIDTH,),
@@ -89,7 +89,7 @@ T2D = np.isin(np.arange(VOCABULARY), np.arange(OWN) + D2T)
 
 
 def eagle3_tensors(layers: int = 1, norms: bool = False) -> Tensors:
-    """With speculators' names."""
+    """Return EAGLE-3 tensors with the speculators library's names."""
     made = tensors(
         fc__weight=(WIDTH, 3 * WIDTH),
         norm__weight=(WIDTH,),
@@ -116,7 +116,7 @@ class Layout(NamedTuple):
     Attributes:
         config: its ``config.json``.
         weights: its tensors, by the names of the formulas.
-        settings: those of the formulas.
+        settings: the formulas' settings.
         rename: from the formulas' names to the published ones.
     """
 
@@ -306,7 +306,7 @@ def loaded(directory: Path, target: Config) -> Head:
 
 
 def logits_of(layout: Layout, hidden: Array) -> Array:
-    """Over the target's vocabulary, from normed states."""
+    """Return logits over the target's vocabulary from normed states."""
     w, config = layout.weights, layout.config
     tied = config.get("tie_word_embeddings") and w.get("embed_tokens.weight")
     own = w.get("lm_head.weight", OUTPUT if tied is None or tied is False else tied)
@@ -594,7 +594,7 @@ def mtp_tensors(experts: int = 0) -> Tensors:
 
 
 def fused(made: Tensors) -> Tensors:
-    """With the experts in two tensors, as in Qwen 3.6."""
+    """Store the experts in two tensors, as in Qwen 3.6."""
     at = "layers.0.mlp.experts."
     each = {
         n: np.stack([made[f"{at}{i}.{n}_proj.weight"] for i in range(4)])
@@ -606,24 +606,24 @@ def fused(made: Tensors) -> Tensors:
 
 
 def raw(made: Tensors) -> Tensors:
-    """With gains centred at zero."""
+    """Centre the gains at zero."""
     return {name: array - ("norm" in name) for name, array in made.items()}
 
 
 def raw_layer(made: Tensors) -> Tensors:
-    """With all gains centred at zero but those of the final norm (jundot/omlx#1507)."""
+    """Centre all gains at zero except the final norm's (jundot/omlx#1507)."""
     return raw(made) | {"norm.weight": made["norm.weight"]}
 
 
 def quiet(made: Tensors) -> Tensors:
-    """With small gains before ``fc``, as in Qwen 3.6 (jundot/omlx#3750)."""
+    """Use small gains before ``fc``, as in Qwen 3.6 (jundot/omlx#3750)."""
     gains = {"embedding": 0.27, "hidden": 0.49}
     names = {name: f"pre_fc_norm_{name}.weight" for name in gains}
     return made | {names[n]: made[names[n]] * np.float32(gain) for n, gain in gains.items()}
 
 
 def loud(made: Tensors) -> Tensors:
-    """With gains of queries and keys far above 1."""
+    """Use gains of queries and keys far above 1."""
     names = [f"layers.0.self_attn.{n}_norm.weight" for n in "qk"]
     return made | {name: made[name] + np.float32(1.8) for name in names}
 
@@ -680,7 +680,7 @@ def test_the_mtp_of_qwen(tmp_path: Path, name: str) -> None:
 
 
 class View(NamedTuple):
-    """Of a target layer's keys and values."""
+    """A view of a target layer's keys and values."""
 
     keys: mx.array
     values: mx.array
@@ -754,7 +754,7 @@ def test_the_assistant_of_gemma_4(tmp_path: Path, ordered: bool) -> None:
         assert_close(head.logits(hidden)[0, 0], expected)
 
 
-# --- what is refused ---
+# --- refused heads ---
 
 
 def refused(directory: Path, target: Config = TARGET) -> str:

@@ -1,4 +1,4 @@
-"""Finding trained heads, loading them, and refusing those of other targets."""
+"""Finding and loading trained heads, and refusing those for other targets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.head_files import (
 
 
 def assert_has(head: Head, weights: Weights) -> None:
-    """The head has exactly these parameters."""
+    """Assert that a head has exactly these parameters."""
     parameters = dict(tree_flatten(head.parameters()))
     assert parameters.keys() == weights.keys()
     for name, array in parameters.items():
@@ -50,7 +50,9 @@ def refused(call: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_every_kind_is_told_by_its_config_and_has_its_weights(tmp_path: Path, name: str) -> None:
+def test_every_kind_is_recognised_by_its_config_and_has_its_weights(
+    tmp_path: Path, name: str
+) -> None:
     directory = write_head(tmp_path / "head", name)
     kind, _, target = HEADS[name]
     head = load_head(directory, target)
@@ -60,10 +62,10 @@ def test_every_kind_is_told_by_its_config_and_has_its_weights(tmp_path: Path, na
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_head_in_the_place_of_a_model_is_told(tmp_path: Path, name: str) -> None:
+def test_a_head_in_the_place_of_a_model_is_an_error(tmp_path: Path, name: str) -> None:
     directory = write_head(tmp_path / "head", name)
-    told = "a trained head, not a model; name the model that it was made for, together with"
-    assert refused(lambda: load(directory)).startswith(f"{directory}: {told} the head: --model")
+    reason = "a trained head, not a model; name the model that it was made for, together with"
+    assert refused(lambda: load(directory)).startswith(f"{directory}: {reason} the head: --model")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_a_head_in_a_folder_of_the_model_s(tmp_path: Path, folder: str) -> None:
 
 
 def test_a_quantised_head_keeps_its_bits(tmp_path: Path) -> None:
-    """Each layer is as its tensors say, whatever the target's settings say of its layers."""
+    """Each layer's tensors determine its bits, not the target's settings."""
     weights = original(random_weights("Qwen MTP"))
     expected = random_weights("Qwen MTP")
     for name, bits in (("fc", 4), ("layers.0.mlp.up_proj", 8)):

@@ -1,4 +1,4 @@
-"""Whatever stands in a model's files, they give a model that runs, or the package's error."""
+"""Fuzzed model files give a model that runs or the package's error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a small SentencePiece model as its tokenizer."""
+    """A model directory with a small SentencePiece tokenizer."""
     directory = tmp_path_factory.mktemp("pieces")
     shutil.copyfile(DEMO_DIRECTORY / "tokenizer.model", directory / "tokenizer.model")
     return directory
@@ -43,7 +43,7 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Write]:
-    """Makes copies of directories of which one file is another one."""
+    """Copies a directory and replaces one file."""
     place = tmp_path_factory.mktemp("damaged") / "model"
 
     def copy(directory: Path) -> Write:
@@ -80,7 +80,7 @@ def right_or_refused(read: Callable[[Path], object], path: Path) -> None:
 
 
 def changed(path: Path, keys: list[str]) -> st.SearchStrategy[bytes]:
-    """A JSON file with other values under some of its keys, and under some that it lacks."""
+    """Generate a JSON file with changed values for some keys, and with new keys."""
     whole = json.loads(path.read_text())
     changes = st.dictionaries(st.sampled_from([*whole, *keys]), json_values, min_size=1, max_size=2)
     return changes.map(lambda change: json.dumps(whole | change).encode())
@@ -92,7 +92,7 @@ def test_damaged_weights(data: st.DataObject, model: Path, copy: Callable[[Path]
     whole = (model / "model.safetensors").read_bytes()
     length = 8 + struct.unpack("<Q", whole[:8])[0]
     header = data.draw(mutated(whole[8:length]))
-    kept = data.draw(st.booleans())  # or else the length is wrong, too
+    kept = data.draw(st.booleans())  # otherwise the length is wrong, too
     start = struct.pack("<Q", len(header)) if kept else whole[:8]
     path = copy(model)("model.safetensors", start + header + whole[length:])
     right_or_refused(runs, path)

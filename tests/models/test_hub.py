@@ -1,4 +1,4 @@
-"""Downloads from a stand-in for the Hub, each in a process of its own with an empty cache."""
+"""Downloads from a stand-in for the Hub, each in a new process with an empty cache."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests.support.local_hub import LocalHub, serve
 
 pytestmark = pytest.mark.slow
 
-# One JSON line for each repository: the names of the downloaded files, or the error.
+# Print one JSON line per repository: the downloaded files' names, or the error.
 SCRIPT = """
 import json, sys, time
 time.sleep = lambda seconds: None  # between attempts to reach a Hub that is not there

@@ -1,4 +1,4 @@
-"""``load`` takes mlx-lm's arguments and does with them what mlx-lm does."""
+"""``load`` takes mlx-lm's arguments, with mlx-lm's meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models from directories against mlx-lm's own loading, and every way in which that fails."""
+"""Loading models from directories, compared with mlx-lm, and every way in which it fails."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ PROMPT = "def f(x):\n    return  x"
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a small model as mlx-lm does, with the demo's tokenizer."""
+    """Write a small model as mlx-lm does, with the demo's tokenizer."""
 
     def write(*, dtype: mx.Dtype = mx.float32, quantization: dict | None = None) -> Path:
         mx.random.seed(0)

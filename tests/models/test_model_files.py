@@ -1,4 +1,4 @@
-"""Directories that are no ordinary models, however they came to be so."""
+"""Unusual and damaged model directories."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_pipe_among_the_files_is_named(model: Path, name: str) -> None:
         assert f"{model / name}: a pipe, a socket or a device" in refused(model)
 
 
-def test_a_name_that_is_not_utf8_is_told(model: Path, tmp_path: Path) -> None:
+def test_a_name_that_is_not_utf8_is_an_error(model: Path, tmp_path: Path) -> None:
     odd = shutil.copytree(model, tmp_path / os.fsdecode(b"m\xff"))
     refused(odd)
 
@@ -75,7 +75,7 @@ def change_config(model: Path, **changes: object) -> None:
     ],
     ids=str,
 )
-def test_a_setting_of_a_wrong_type_is_told_when_the_model_is_loaded(
+def test_a_setting_of_a_wrong_type_is_an_error_when_the_model_is_loaded(
     model: Path, changes: dict[str, object]
 ) -> None:
     change_config(model, **changes)

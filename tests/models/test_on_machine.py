@@ -1,4 +1,4 @@
-"""What is told of a model's files without loading them."""
+"""Information from a model's files without loading them."""
 
 import json
 import os
@@ -17,11 +17,11 @@ from mlxspec.models.on_machine import (
 )
 from tests.support.head_files import EAGLE_3
 
-ON_CPU = mx.default_device().type == mx.cpu  # which turns half precision into float32
+ON_CPU = mx.default_device().type == mx.cpu  # which converts half precision to float32
 
 
 def weights(path: Path, **types: mx.Dtype) -> None:
-    """A file of weights with a tensor of 100 numbers for each name."""
+    """Write a weights file with a tensor of 100 numbers for each name."""
     mx.save_safetensors(str(path), {name: mx.zeros((100,), of) for name, of in types.items()})
 
 
@@ -39,26 +39,26 @@ def test_the_demo_model_can_be_run():
 
 
 @pytest.mark.parametrize(
-    ("config", "types", "told"),
+    ("config", "types", "expected"),
     [
         ({"quantization": {"bits": 4, "group_size": 64}}, {"a": mx.uint32}, "4 bits"),
         ({"quantization": "odd"}, {"a": mx.uint8}, "uint8"),
-        ({}, {"a": mx.float16, "b": mx.float16, "c": mx.float32}, "float32"),  # most bytes
+        ({}, {"a": mx.float16, "b": mx.float16, "c": mx.float32}, "float32"),  # the most bytes
         ({}, {"a": mx.float16, "b": mx.float16, "c": mx.float16, "d": mx.float32}, "float16"),
     ],
 )
-def test_how_weights_are_written(config: dict, types: dict, told: str, tmp_path: Path):
+def test_how_weights_are_written(config: dict, types: dict, expected: str, tmp_path: Path):
     settings(tmp_path, model_type="llama", **config)
     weights(tmp_path / "model.safetensors", **types)
     found = model_files(tmp_path)
-    assert (found.weights, found.trouble) == (told, "")
+    assert (found.weights, found.trouble) == (expected, "")
     sizes = {mx.float16: 200, mx.float32: 400, mx.uint32: 400, mx.uint8: 100}
     widened = ON_CPU * 200 * [*types.values()].count(mx.float16)
     assert found.memory_bytes == sum(sizes[of] for of in types.values()) + widened
 
 
 @pytest.mark.parametrize(
-    ("config", "files", "told"),
+    ("config", "files", "expected"),
     [
         (None, ["a.gguf"], "and not GGUF"),
         ({"model_type": "llama"}, ["a.gguf"], "and not GGUF"),
@@ -74,7 +74,7 @@ def test_how_weights_are_written(config: dict, types: dict, told: str, tmp_path:
     ],
 )
 def test_what_cannot_be_run_as_it_is(
-    config: dict | None, files: list[str], told: str, tmp_path: Path
+    config: dict | None, files: list[str], expected: str, tmp_path: Path
 ):
     if config is not None:
         settings(tmp_path, **config)
@@ -83,7 +83,7 @@ def test_what_cannot_be_run_as_it_is(
             weights(tmp_path / name, a=mx.float16)
         else:
             (tmp_path / name).write_bytes(b"x" * 10)
-    assert told in model_files(tmp_path).trouble
+    assert expected in model_files(tmp_path).trouble
 
 
 def test_an_architecture_that_mlx_lm_has_under_another_name_is_one(tmp_path: Path):
@@ -124,7 +124,7 @@ def test_of_a_repository_the_main_revision_is_taken(
         for number, revision in enumerate(revisions):
             blob = repository / "blobs" / str(number)
             blob.write_text("{}")
-            os.utime(blob, (number, number))  # the other revision is younger
+            os.utime(blob, (number, number))  # the other revision is newer
             (repository / "snapshots" / revision).mkdir(parents=True)
             (repository / "snapshots" / revision / "config.json").symlink_to(blob)
     (tmp_path / "datasets--owner--data" / "snapshots").mkdir(parents=True)

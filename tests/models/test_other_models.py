@@ -1,4 +1,4 @@
-"""Models of other programs: each is refused in one line that says what to use instead."""
+"""Models of other programs are refused with one line that says what to use instead."""
 
 from __future__ import annotations
 

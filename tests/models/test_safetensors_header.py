@@ -1,4 +1,4 @@
-"""Headers of safetensors files that lie."""
+"""Safetensors files with false headers."""
 
 from __future__ import annotations
 

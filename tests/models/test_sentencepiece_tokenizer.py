@@ -1,4 +1,4 @@
-"""The rebuilt tokenizer against SentencePiece itself and against Mistral's own tokenizer."""
+"""The rebuilt tokenizer, compared with SentencePiece and with Mistral's own tokenizer."""
 
 import json
 import string
@@ -97,7 +97,7 @@ def test_a_long_text_has_the_ids_of_sentencepiece(model_path: Path) -> None:
     assert_equal_ids(model_path, "def f(x):\n    return [x, 'é', \"日\"]\n" * 3000)
 
 
-# What mistral_common 1.13 gives for the text's turns with Mistral's v3 tokenizer.
+# The output of mistral_common 1.13 for the text's turns with Mistral's v3 tokenizer.
 MISTRAL_V3_CONVERSATIONS = [
     ([("user", "Hello")], [1, 3, 23325, 4]),
     (
@@ -153,7 +153,7 @@ def test_mistral_v3_control_names_mean_the_pieces(
 def with_control_pieces(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A model whose pieces 3 and 4 are the control pieces [INST] and [/INST]."""
+    """Return a model whose pieces 3 and 4 are the control pieces [INST] and [/INST]."""
     if request.param in SENTENCEPIECE:
         return SENTENCEPIECE[request.param]
     return trained(tmp_path_factory.mktemp("control"), control_symbols=["[INST]", "[/INST]"])
@@ -239,7 +239,7 @@ TRAINED = {
 
 
 def trained(directory: Path, **options) -> Path:
-    """A SentencePiece model trained on this file."""
+    """Train a SentencePiece model on this file."""
     prefix = directory / "trained"
     SentencePieceTrainer.train(
         sentence_iterator=iter(Path(__file__).read_text().splitlines()),

@@ -1,4 +1,4 @@
-"""The tokenizer that a directory, file or repository gives; no repository's code runs for it."""
+"""Tokenizers from directories, files and repositories, without running a repository's code."""
 
 import builtins
 import json
@@ -32,7 +32,7 @@ TEXT = "  two  spaces\n\t[x]"
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A directory with only SentencePiece's model."""
+    """A directory with only a SentencePiece model."""
     shutil.copyfile(MODEL, tmp_path / "tokenizer.model")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     return tmp_path
@@ -161,7 +161,7 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory whose every file asks for ``evil.py``, which would leave a mark."""
+    """A directory in which every file refers to ``evil.py``, which would leave a trace."""
 
     def ask(*_: object) -> str:
         raise AssertionError("a question on the terminal")

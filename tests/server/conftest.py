@@ -1,4 +1,4 @@
-"""The server that most tests ask, started once for each of their files."""
+"""The server that most server tests share, started once per file."""
 
 from collections.abc import Iterator
 
@@ -9,6 +9,6 @@ from tests.support.serving import Running, running_server
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    """A server of the small model."""
+    """A server with the small model."""
     with running_server() as running:
         yield running

@@ -1,4 +1,4 @@
-"""What a request is said to take is what its caches take in the end, and hardly more."""
+"""The estimated memory of a request covers its caches and is not much higher."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
 
-# Caches of all positions, of windows, and of states; the others have these in other ways.
+# Full, sliding-window and recurrent caches; other models combine these.
 NAMES = [
     *("llama3", "gemma3", "lfm2"),
     *(
@@ -47,7 +47,7 @@ def random_tokens(n: int) -> list[int]:
 
 
 def taken(model: nn.Module | LoadedModel, n: int, **options: Any) -> int:
-    """The bytes that a conversation's second turn leaves in its session."""
+    """Return the bytes of a session after its second turn."""
     decoder, session = mlxspec.PromptLookupDecoder(model, endless_tokenizer()), mlxspec.Session()
     prompt = random_tokens(n)
     for end in (n // 2, n):
@@ -57,7 +57,7 @@ def taken(model: nn.Module | LoadedModel, n: int, **options: Any) -> int:
 
 
 def wide(name: str) -> nn.Module:
-    """A model whose keys and values can be quantised."""
+    """Return a model whose keys and values can be quantised."""
     config = {**ARCHITECTURES[name].config, "head_dim": 32}
     return replace(ARCHITECTURES[name], config=config).model()
 
@@ -67,7 +67,7 @@ def wide(name: str) -> nn.Module:
 def test_the_estimate_is_what_caches_take(name: str) -> None:
     model = ARCHITECTURES[name].model()
     memory = CacheMemory(LoadedModel(model))
-    slack = memory.bytes_for(0)  # what caches grow by at once, and all states
+    slack = memory.bytes_for(0)  # the growth step of caches, and all states
     for n in (20, 300, 1500):
         real = taken(model, n)
         assert real <= memory.bytes_for(n + 8) <= 1.05 * real + slack
@@ -126,8 +126,8 @@ def test_options_that_save_memory_are_taken_into_account(options: dict[str, int]
 def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
     model = ARCHITECTURES["llama3"].model()
     estimates, found = [], []
-    # What is held at once depends on how far MLX's thread is behind the one that frees: by some
-    # percent, even at the median.
+    # The peak varies by a few percent, even at the median: it depends on how far MLX's thread lags
+    # behind the one that frees.
     for _ in range(9):
         mx.synchronize()
         mx.reset_peak_memory()
@@ -142,7 +142,7 @@ def test_what_a_forward_takes_is_found_out_once(monkeypatch: pytest.MonkeyPatch)
     model, bytes_found = ARCHITECTURES["llama3"].model(), [(1000, 2.5), (3, 0.0)]
     shutil.rmtree(cache_directory() / "forward_memory", ignore_errors=True)
     monkeypatch.setattr(served_model, "forward_memory", lambda *_: bytes_found.pop(0))
-    for _ in range(2):  # as after a restart
+    for _ in range(2):  # like after a restart
         assert CacheMemory(LoadedModel(model)).forward_bytes(100, rows=2) == 2 * (1000 + 250)
     window = CacheMemory(LoadedModel(model), CacheOptions(max_kv_size=64))
     assert window.forward_bytes(100, rows=2) == 6

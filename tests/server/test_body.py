@@ -1,4 +1,4 @@
-"""A body's JSON is read as Python reads it, within bounds."""
+"""Parsing a body's JSON like Python, within limits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_what_is_no_json_for_python_is_none_here(data: bytes) -> None:
         return
     try:
         found = read_body(data)
-    except ApiError:  # other bounds, and other encodings
+    except ApiError:  # other limits and encodings
         assert b"[" * 64 in data or b'{"":' * 64 in data or b"\0" in data or b"\xed" in data
         return
     half = "\\ud800" in expected or "\\udc" in expected
@@ -68,7 +68,7 @@ def test_a_long_text_is_read_in_pieces(before: int, one: str, other: str, escape
     text = "x" * before + one * 1001 + other + one * 1001
     try:
         written = json.dumps([text], ensure_ascii=escaped).encode()
-    except UnicodeEncodeError:  # half a character can only be escaped
+    except UnicodeEncodeError:  # a lone surrogate can only be escaped
         return
     assert read_body(written) == [text.replace("\ud83d", "\ufffd")]
 
@@ -121,7 +121,7 @@ def test_what_is_nested_deeply_is_refused() -> None:
                 read_body(opening * depth)
 
 
-# --- how many values ---
+# --- the number of values ---
 
 PARTS: dict[str, tuple[bytes, int]] = {
     "objects": (b"{}", 1),
@@ -162,11 +162,11 @@ def test_the_rest_of_too_many_values_is_not_even_read(kind: str) -> None:
             read_body(b"[" + b",".join([part] * count) + b"] and what is no JSON")
 
 
-# --- where it is read ---
+# --- the thread that parses ---
 
 
 def read(data: bytes, parse: Callable[[Any], Any]) -> Any:
-    """What a function makes of a body, as an endpoint has it done."""
+    """Parse a body with a function, as an endpoint does."""
 
     class Sent:
         headers: dict[str, str] = {}  # noqa: RUF012

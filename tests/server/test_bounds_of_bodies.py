@@ -1,4 +1,4 @@
-"""Bodies of too many or wrong values are refused, in the form of each API, and nothing is built."""
+"""Bodies with too many or invalid values get each API's error, before anything is built."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MANY = MOST_VALUES + 1
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    """A client of a server whose model knows tools."""
+    """A client of a server whose model takes tools."""
     with (
         running_server(served_with_tools()) as running,
         httpx.Client(base_url=running.address, timeout=60) as client,
@@ -55,12 +55,12 @@ def http() -> Iterator[httpx.Client]:
 
 
 def error_of(path: str, answer: httpx.Response) -> dict[str, Any]:
-    """An answer's error, which has the form of the path's API."""
-    told = answer.json()
+    """Return an answer's error; check that it has the form of the path's API."""
+    body = answer.json()
     fields = {"type", "message"} if path in (MESSAGES, COUNT) else {"message", "param"}
-    assert fields <= set(told["error"])
-    assert ("request_id" in told) == (path in (MESSAGES, COUNT))
-    error: dict[str, Any] = told["error"]
+    assert fields <= set(body["error"])
+    assert ("request_id" in body) == (path in (MESSAGES, COUNT))
+    error: dict[str, Any] = body["error"]
     return error
 
 
@@ -118,7 +118,7 @@ def test_what_the_arguments_of_calls_hold_counts_together() -> None:
         with pytest.raises(ApiError, match="values") as caught:
             parse(ChatBody, calling(arguments, times))
         assert caught.value.status == 413
-    for no_json in ('{"a": NaN}', '{"a": 1e999}', '{"a": 1', "[1]"):  # as a model may have written
+    for no_json in ('{"a": NaN}', '{"a": 1e999}', '{"a": 1', "[1]"):  # as a model may write it
         (message, _) = parse(ChatBody, calling(no_json, 1)).conversation
         assert message["tool_calls"][0]["function"]["arguments"] == no_json
 
@@ -168,7 +168,7 @@ def test_many_parts_of_one_message_take_no_longer_than_their_length(parse: Any, 
 
 
 def refuse_to_tokenize(monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
-    """Fail if a text is tokenized from now on."""
+    """Fail if a text is tokenized."""
 
     def encode(text: str, **options: Any) -> list[int]:
         pytest.fail(f"{len(text)} characters are tokenized")
@@ -248,7 +248,7 @@ def test_the_operator_may_set_special_tokens() -> None:
     assert tokenizer.decode(prompt.tokens) == f"a b{HELLO[0]['content']}"
 
 
-# --- numbers that JSON has not ---
+# --- numbers that are not JSON ---
 
 NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "9" * 5000]
 
@@ -275,7 +275,7 @@ def test_they_are_refused_where_they_were_found_too_late(http: httpx.Client) -> 
         assert http.post(path, content=body).status_code == 400
 
 
-# --- what stands in a header ---
+# --- headers ---
 
 
 @pytest.mark.slow
@@ -290,7 +290,7 @@ def test_any_name_of_a_model_has_its_header(name: str) -> None:
         for path in (MESSAGES, COUNT):
             answer = client.post(path, json={**BODIES[path], "model": name})
             assert answer.status_code == 200
-            told = answer.headers["x-mlxspec-model"]
-            assert told.isascii()
-            assert unquote(told) == name
+            header = answer.headers["x-mlxspec-model"]
+            assert header.isascii()
+            assert unquote(header) == name
             assert "x-evil" not in answer.headers

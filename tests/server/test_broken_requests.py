@@ -1,4 +1,4 @@
-"""Clients that break off in the middle of a request leave no trace."""
+"""Clients that disconnect in the middle of a request leave no trace."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_client_that_leaves_in_its_body_is_no_failure_of_the_server(
         address = urlsplit(server.address)
         with socket.create_connection((address.hostname, address.port)) as connection:
             connection.sendall((HEAD + sent).encode())
-            time.sleep(0.05)  # the request has begun
+            time.sleep(0.05)  # the request has started
         assert httpx.get(f"{server.address}/health").status_code == 200
         time.sleep(0.05)
         assert not server.worker.requests

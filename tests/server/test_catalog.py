@@ -1,4 +1,4 @@
-"""Models that come and go: loaded for a request, unloaded when idle or for another."""
+"""Loading models on demand, and unloading them when idle or for another model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def own_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def known_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory of forwards is known, since what threads of other tests take would count."""
+    """Fix the memory of forwards, since measuring it would count other tests' threads."""
     monkeypatch.setattr(served_model, "forward_memory", lambda *_: (10_000, 1.0))
 
 
@@ -53,14 +53,14 @@ PATHS: dict[str, dict[str, Any]] = {
 
 
 class Shelf:
-    """Models that can be loaded; each load is noted.
+    """Models that can be loaded, with a record of the loads.
 
     Attributes:
-        entries: what is found.
-        loads: the names of the models, in the order of their loads.
-        closed: the names of those that were closed.
-        models: every model that was loaded, while it exists.
-        broken: names of models that cannot be loaded.
+        entries: the catalog's entries.
+        loads: the models' names, in the order of their loads.
+        closed: the names of closed models.
+        models: weak references to all loaded models.
+        broken: names of models that fail to load.
     """
 
     def __init__(self, *entries: Entry) -> None:
@@ -97,14 +97,14 @@ def _served(name: str, model: nn.Module) -> ServedModel:
 
 
 class Server:
-    """A server whose clock stands still.
+    """A server with a manual clock.
 
     Attributes:
-        http: its client.
-        catalog, worker: its parts.
-        now: the time.
-        log: the records of the log.
-        refused: the paths of the requests that were refused.
+        http: a client.
+        catalog, worker: the server's parts.
+        now: the clock's time.
+        log: the log's records.
+        refused: the paths of refused requests.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ def two() -> Shelf:
 
 
 def alone(prompt: str = "Hello", max_tokens: int = 6, **options: Any) -> str:
-    """What plain decoding writes with the same model."""
+    """Return plain decoding's output with the same model."""
     model = served().decoder
     plain = mlxspec.Decoder(model.model, model.tokenizer)
     return "".join(response.text for response in plain.stream(prompt, max_tokens, **options))
@@ -199,7 +199,7 @@ def test_an_idle_model_leaves_and_comes_back_with_the_same_answers() -> None:
             await server.catalog.unload_idle()
             assert server.states()["hub/a"] == "loaded"
             await server.said(model="hub/a")
-            server.now = 1198.0  # it was used at 599
+            server.now = 1198.0  # it was last used at 599
             await server.catalog.unload_idle()
             assert server.states()["hub/a"] == "loaded"
             server.now = 1199.0
@@ -208,9 +208,9 @@ def test_an_idle_model_leaves_and_comes_back_with_the_same_answers() -> None:
             assert (shelf.closed, [*server.worker.models]) == (["hub/a"], [])
             assert await server.said(**sampled) == before
             assert shelf.loads == ["hub/a"] * 2
-            told = [(record["outcome"], record["model"]) for record in server.log]
+            outcomes = [(record["outcome"], record["model"]) for record in server.log]
             coming = [("loading", "hub/a"), ("loaded", "hub/a")]
-            assert told == [*coming, ("unloaded", "hub/a"), *coming]
+            assert outcomes == [*coming, ("unloaded", "hub/a"), *coming]
             assert server.log[2]["reason"] == "idle for 600 s"
 
     asyncio.run(run())
@@ -223,11 +223,11 @@ def test_a_model_stays_while_a_request_uses_it() -> None:
             entry = server.entry("hub/a")
             with ExitStack() as uses:
                 await server.catalog.use(entry, uses)
-                await server.said(model="hub/a")  # another request ends meanwhile
+                await server.said(model="hub/a")  # another request ends in the meantime
                 server.now = 10_000.0
                 await server.catalog.unload_idle()
                 assert entry.state == "loaded"
-            await server.catalog.unload_idle()  # its time begins when the last request ends
+            await server.catalog.unload_idle()  # its idle time starts when the last request ends
             assert entry.state == "loaded"
             server.now = 10_600.0
             await server.catalog.unload_idle()
@@ -263,7 +263,7 @@ def test_models_of_the_start_stay() -> None:
 
 
 def bound_for_one() -> tuple[int, int]:
-    """A bound, and bytes of weights that fit into it unless another model is loaded."""
+    """Return a memory limit, and a size of weights that fits only if no other model is loaded."""
     memory = served().memory
     bound = 8 * (memory.weights + sum(memory.needs(100)))
     return bound, bound * 85 // 100
@@ -287,7 +287,7 @@ def test_a_model_that_needs_the_room_takes_it_from_the_one_used_longest_ago() ->
                 late = None
                 while server.entry("b").state != "unloading":
                     await asyncio.sleep(0)
-                late = asyncio.create_task(server.said(model="b"))  # after the one that waits
+                late = asyncio.create_task(server.said(model="b"))  # after the waiting request
                 for _ in range(20):
                     await asyncio.sleep(0)
                 assert server.entry("b").served
@@ -362,7 +362,7 @@ def test_a_load_takes_no_room_from_a_request_that_waits() -> None:
             asked = [asyncio.create_task(one) for one in asked]
             while len(server.worker.requests) < active:
                 await asyncio.sleep(0)
-            # It waits for its turn, and fits beside one model only.
+            # It waits for its turn and fits beside one model only.
             large = asyncio.create_task(server.ask(model="a", max_tokens=1500, stop="a"))
             while len(server.worker.requests) <= active:
                 await asyncio.sleep(0)
@@ -392,8 +392,8 @@ def test_a_load_that_fails_is_an_error_of_its_requests_alone() -> None:
                     "the model hub/b cannot be loaded: /models/b: truncated or damaged; fetch it "
                     "again"
                 )
-            told = [record["outcome"] for record in server.log if record["model"] == "hub/b"]
-            assert told == ["loading", "not loaded"]
+            outcomes = [record["outcome"] for record in server.log if record["model"] == "hub/b"]
+            assert outcomes == ["loading", "not loaded"]
             assert server.worker.memory.reserved == 0
             shelf.broken = set()
             assert await server.said(model="hub/b") == good.json()["choices"][0]["text"]
@@ -470,7 +470,7 @@ def test_models_that_are_available_are_listed_with_their_state() -> None:
             assert [model["name"] for model in status["models"]] == ["first", "hub/b"]
             assert {model["name"]: model["state"] for model in status["available"]} == states
             assert 'part_bytes{part="prefixes"}' in (await server.http.get("/metrics")).text
-            # What has come to the disk, or left it, is noticed after a while.
+            # Models that appear on or vanish from the disk are noticed after a while.
             shelf.entries[0] = Entry("hub/new", "/models/new")
             server.now += 60
             listed = (await server.http.get("/v1/models")).json()["data"]
@@ -480,10 +480,10 @@ def test_models_that_are_available_are_listed_with_their_state() -> None:
 
 
 class Slow(Shelf):
-    """Models that load when they may.
+    """Models that wait for a signal to load.
 
     Attributes:
-        may_load: set once they may.
+        may_load: lets them load.
     """
 
     def __init__(self, *entries: Entry) -> None:
@@ -501,11 +501,11 @@ FIRST_LINES = {
     "/v1/responses": "event: response.created",
     "/v1/messages": "event: ping",
 }
-"""What a stream begins with while its model is loading."""
+"""The start of a stream while its model is loading."""
 
 
 def deltas(stream: str) -> str:
-    """The text that a stream adds, in any of the APIs."""
+    """Return a stream's text deltas, in any of the APIs."""
     events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
     texts = []
     for event in events:
@@ -594,7 +594,7 @@ def test_a_model_whose_files_are_replaced_has_its_new_sizes() -> None:
             assert server.entry("a").nbytes == nbytes // 8
             server.now = 600.0
             await server.catalog.unload_idle()
-            # A scan shows them, too, under another path as of another revision.
+            # A scan finds them, too, even under the path of another revision.
             shelf.entries[0] = Entry("a", "/new/a", nbytes=nbytes // 2)
             await server.http.get("/v1/models")
             assert (server.entry("a").path, server.entry("a").nbytes) == ("/new/a", nbytes // 2)

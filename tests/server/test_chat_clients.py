@@ -1,7 +1,7 @@
-"""Requests as agents and editors send them to chat completions, and what they read of answers.
+"""Chat completion requests of agents and editors, and the fields that they read of answers.
 
-The bodies have the fields of opencode's (the AI SDK's provider for compatible servers), Cline's and
-Zed's requests: a first one, and the one after a tool was called.
+The bodies have the fields that opencode (through the AI SDK's provider for compatible servers),
+Cline and Zed send: a first request, and the one after a tool call.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ ZED_RESULT: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    """A client of a server whose model knows tools."""
+    """A client of a server whose model takes tools."""
     with (
         running_server(served_with_tools()) as server,
         httpx.Client(base_url=server.address, timeout=60) as client,
@@ -123,7 +123,7 @@ def test_what_clients_send_is_answered_as_they_read_it(
     assert usage.prompt_tokens_details
     cached = usage.prompt_tokens_details.cached_tokens
     assert cached is not None
-    assert before - 16 <= cached < usage.prompt_tokens  # all but what opens the answer
+    assert before - 16 <= cached < usage.prompt_tokens  # all but the opening chunk
 
 
 def test_their_conversations_have_the_same_tokens(http: httpx.Client) -> None:
@@ -153,9 +153,9 @@ def chunks_of(http: httpx.Client, body: dict[str, Any]) -> list[ChatCompletionCh
 
 
 def check(chunks: list[ChatCompletionChunk]) -> Any:
-    """Look at a stream as clients do; returns its usage."""
-    *told, last = chunks
-    choices = [choice for chunk in told for choice in chunk.choices]
+    """Check a stream as clients read it; return its usage."""
+    *parts, last = chunks
+    choices = [choice for chunk in parts for choice in chunk.choices]
     assert [choice.delta.role for choice in choices if choice.delta.role] == ["assistant"]
     assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["length"]
     assert "".join(choice.delta.content or "" for choice in choices)

@@ -1,4 +1,4 @@
-"""Clients that do not read or send, and signals that come twice."""
+"""Clients that do not read or send, and repeated signals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlxspec.server.connections import HttpServer
 
 
 async def answer_long(scope: Any, receive: Any, send: Any) -> None:
-    """An application that reads a body, and then writes for as long as the client is there."""
+    """An application that reads a body and then writes until the client disconnects."""
 
     async def endless() -> AsyncIterator[bytes]:
         while True:
@@ -35,7 +35,7 @@ async def answer_long(scope: Any, receive: Any, send: Any) -> None:
 
 @contextmanager
 def served_at(patience: float) -> Iterator[tuple[HttpServer, tuple[str, int]]]:
-    """A server of this application, and its address."""
+    """Run a server of this application; yield it and its address."""
     server = HttpServer(answer_long, grace=0.0, patience=patience)
     listening = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=server.run, args=([listening],))
@@ -105,7 +105,7 @@ def test_as_many_files_as_connections_may_be_open(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_signal_counts_even_while_the_first_is_told(number: int) -> None:
+def test_the_second_signal_counts_even_while_the_first_is_reported(number: int) -> None:
     def second() -> None:
         server.handle_exit(number, None)
 

@@ -1,6 +1,6 @@
-"""Clients of other people's making get from the server what they expect.
+"""Third-party clients against the server.
 
-What is generated is compared with plain decoding of the same prompt, without drafts and alone.
+Outputs are compared with plain decoding of the same prompt, without drafts or other requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 import mlxspec
 from mlxspec.server.served_model import ServedModel
-from tests.support.brake import until
+from tests.support.brake import wait_until
 from tests.support.chat_tokenizer import with_tools
 from tests.support.demo import FLAT, given_costs, stand_in_decoder
 from tests.support.scripted_model import write_scripted_model
@@ -38,14 +38,14 @@ def client(server: Running) -> OpenAI:
 
 
 def ids_of(messages: list[Any], **options: Any) -> list[int]:
-    """What the model's own chat template makes of messages."""
+    """Return the tokens of messages in the model's own chat template."""
     tokenizer = stand_in_decoder(mlxspec.Decoder).tokenizer
     how = {"add_generation_prompt": True, **options}
     return list(tokenizer.apply_chat_template(messages, **how))
 
 
 def alone(prompt: str | Sequence[int], max_tokens: int, **options: Any) -> list[Any]:
-    """The responses of plain decoding."""
+    """Return plain decoding's responses."""
     return list(stand_in_decoder(mlxspec.Decoder).stream(prompt, max_tokens, **options))
 
 
@@ -54,7 +54,7 @@ def text_alone(prompt: str | Sequence[int], max_tokens: int, **options: Any) -> 
 
 
 def answer_alone(messages: list[Any] = HELLO, max_tokens: int = 24, **options: Any) -> str:
-    """What plain decoding answers, without the space that the tokenizer puts in front."""
+    """Return plain decoding's answer without the tokenizer's leading space."""
     return text_alone(ids_of(messages), max_tokens, **options).removeprefix(" ")
 
 
@@ -74,7 +74,7 @@ def streamed(client: OpenAI, **fields: Any) -> list[ChatCompletionChunk]:
 
 
 def joined(chunks: Sequence[ChatCompletionChunk], index: int = 0) -> str:
-    """The text of a choice."""
+    """Return the text of a choice."""
     choices = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
     return "".join(choice.delta.content or "" for choice in choices)
 
@@ -141,17 +141,17 @@ def test_log_probabilities_are_the_models(client: OpenAI) -> None:
     assert choice.logprobs
     assert choice.logprobs.content
     assert len(choice.logprobs.content) == 12
-    for told, response in zip(choice.logprobs.content, expected, strict=True):
+    for token, response in zip(choice.logprobs.content, expected, strict=True):
         model_s = response.token_logprobs(3)
-        assert told.logprob == pytest.approx(model_s.logprob, abs=1e-3)
-        tops = [top.logprob for top in told.top_logprobs]
+        assert token.logprob == pytest.approx(model_s.logprob, abs=1e-3)
+        tops = [top.logprob for top in token.top_logprobs]
         assert tops == pytest.approx([logprob for _, logprob in model_s.top], abs=1e-3)
-        assert bytes(told.bytes or []).decode() == told.token
-    assert "".join(told.token for told in choice.logprobs.content) == choice.message.content
+        assert bytes(token.bytes or []).decode() == token.token
+    assert "".join(token.token for token in choice.logprobs.content) == choice.message.content
     chunks = streamed(client, max_tokens=12, temperature=0.8, seed=3, logprobs=True)
     contents = [c.logprobs.content for k in chunks for c in k.choices if c.logprobs]
-    told = [token.logprob for content in contents for token in content or []]
-    assert told == pytest.approx([token.logprob for token in choice.logprobs.content], abs=1e-3)
+    logprobs = [token.logprob for content in contents for token in content or []]
+    assert logprobs == pytest.approx([token.logprob for token in choice.logprobs.content], abs=1e-3)
 
 
 def test_stop_strings_end_the_text_before_them(client: OpenAI) -> None:
@@ -284,7 +284,7 @@ def test_completions_have_their_own_form_of_log_probabilities(client: OpenAI) ->
 # --- models, tokens, health ---
 
 
-def test_models_tell_their_context(client: OpenAI, server: Running) -> None:
+def test_models_report_their_context(client: OpenAI, server: Running) -> None:
     (model,) = client.models.list().data
     assert model.id == "small"
     assert model.model_dump()["context_length"] == server.worker.models["small"].context_length
@@ -323,12 +323,12 @@ def test_tokens_and_texts_convert_into_each_other(server: Running) -> None:
         tokens = http.post("/v1/tokenize", json={"prompt": text}).json()["tokens"]
         assert tokens == tokenizer.encode(text)
         assert http.post("/v1/detokenize", json={"tokens": tokens}).json() == {"prompt": text}
-        told = http.post("/v1/tokenize", json={"messages": HELLO}).json()
-        assert told["tokens"] == ids_of(HELLO)
-        assert told["count"] == len(told["tokens"])
+        answer = http.post("/v1/tokenize", json={"messages": HELLO}).json()
+        assert answer["tokens"] == ids_of(HELLO)
+        assert answer["count"] == len(answer["tokens"])
 
 
-def test_the_server_tells_how_it_is(server: Running, client: OpenAI) -> None:
+def test_the_server_reports_its_state(server: Running, client: OpenAI) -> None:
     said(client)
     with httpx.Client(base_url=server.address) as http:
         assert http.get("/health").json() == {"status": "ok"}
@@ -393,7 +393,9 @@ def test_errors_are_the_clients_exceptions(client: OpenAI) -> None:
     assert wrong.value.status_code == 405
 
 
-def test_a_context_that_is_too_long_is_told_in_numbers(client: OpenAI, server: Running) -> None:
+def test_a_context_that_is_too_long_is_an_error_with_numbers(
+    client: OpenAI, server: Running
+) -> None:
     longest = server.worker.models["small"].context_length
     assert longest
     for n_prompt in (longest, longest + 1):
@@ -401,7 +403,7 @@ def test_a_context_that_is_too_long_is_told_in_numbers(client: OpenAI, server: R
             client.completions.create(model="small", prompt=[5] * n_prompt)
         assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "prompt")
         assert f"{n_prompt} tokens > {longest - 1}, since" in bad.value.message
-    # Too long to be tokenized at all, which would take a while.
+    # So long that tokenizing it, which would be slow, is skipped.
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model="small", prompt="a b " * 3_000_000)
     assert "12,000,000 characters" in bad.value.message
@@ -414,7 +416,7 @@ def test_a_context_that_is_too_long_is_told_in_numbers(client: OpenAI, server: R
 def test_an_answer_is_cut_to_what_the_context_has_room_for(
     monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    """Agents ask for what the largest models can write."""
+    """Agents ask for as many tokens as the largest models can write."""
     n_prompt = len(ids_of(HELLO))
     monkeypatch.setattr(ServedModel, "context_length", n_prompt + 9)
     with running_server() as server, httpx.Client(base_url=server.address, timeout=60) as http:
@@ -454,7 +456,7 @@ def test_keys_are_asked_for() -> None:
 
 
 def test_what_one_key_has_sent_is_not_found_by_another() -> None:
-    """How fast an answer comes would tell what others have asked."""
+    """Otherwise an answer's speed would reveal what others have asked."""
     prompt = [1, *range(300, 400)]
 
     def cached(client: OpenAI) -> int:
@@ -470,12 +472,12 @@ def test_what_one_key_has_sent_is_not_found_by_another() -> None:
 
 
 SECRET = [f"word{number}" for number in range(24)]
-"""An answer in which nothing repeats: whoever drafts it has seen it."""
+"""An answer without repetition, which can only be drafted from memory."""
 
 
 @contextmanager
 def secretive(directory: Path, **options: Any) -> Iterator[Running]:
-    """A server with memory whose model answers everything with SECRET, at no cost for drafts."""
+    """Run a server with memory whose model always answers SECRET and whose drafts are free."""
     model, tokenizer = mlxspec.load(str(write_scripted_model(directory, SECRET, ends=True)))
     decoder = mlxspec.AutoDecoder(model, tokenizer)
     decoder.costs = given_costs({1: 1.0, 64: 1.0})
@@ -484,7 +486,7 @@ def secretive(directory: Path, **options: Any) -> Iterator[Running]:
 
 
 def accepted(server: Running, key: str) -> int:
-    """How many tokens of an answer had been drafted, by what the client is told."""
+    """Return the number of accepted draft tokens in an answer, as reported to the client."""
     client = server.client(api_key=key)
     answer = client.completions.create(model="small", prompt="a question", max_tokens=40)
     assert answer.choices[0].text.split("word")[1:] == [str(n) for n in range(24)]
@@ -494,17 +496,17 @@ def accepted(server: Running, key: str) -> int:
 
 
 def test_what_one_key_was_answered_is_not_drafted_for_another(tmp_path: Path) -> None:
-    """Drafts that are accepted would tell that the answer has been given before."""
+    """Otherwise accepted drafts would reveal that the answer was given before."""
     with secretive(tmp_path / "m", keys=["a", "b"]) as server:
         for key in ("a", "b"):
             assert accepted(server, key) == 0
-            until(lambda key=key: accepted(server, key) > 12)  # it remembers soon
+            wait_until(lambda key=key: accepted(server, key) > 12)  # it remembers soon
 
 
 def test_without_keys_all_draft_from_one_memory(tmp_path: Path) -> None:
     with secretive(tmp_path / "m") as server:
         assert accepted(server, "whoever") == 0
-        until(lambda: accepted(server, "another") > 12)
+        wait_until(lambda: accepted(server, "another") > 12)
 
 
 def test_of_many_keys_those_are_forgotten_that_ask_no_more() -> None:
@@ -524,7 +526,7 @@ def test_of_many_keys_those_are_forgotten_that_ask_no_more() -> None:
     assert model._decoder_of("often") is not decoder
     assert model._decoder_of("key 0") not in (decoder, model.decoder)
     assert model._decoder_of(model.owner) is model.decoder
-    until(lambda: memories() <= before + 32)
+    wait_until(lambda: memories() <= before + 32)
 
 
 # --- tools ---
@@ -549,7 +551,7 @@ WEATHER: Any = {
 
 @contextmanager
 def scripted_caller(directory: Path, script: Sequence[str]) -> Iterator[Running]:
-    """A server of a scripted model that calls tools."""
+    """Run a server of a scripted model that calls tools."""
     model, tokenizer = mlxspec.load(str(write_scripted_model(directory, script, ends=True)))
     tokenizer = with_tools(tokenizer, "json_tools", TEMPLATE)
     decoder = mlxspec.AutoDecoder(model, tokenizer, memory_tokens=0)
@@ -560,7 +562,7 @@ def scripted_caller(directory: Path, script: Sequence[str]) -> Iterator[Running]
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose model asks for the weather in Paris, and then says that it is sunny."""
+    """A server whose model calls a tool for the weather in Paris, then says that it is sunny."""
     with scripted_caller(tmp_path_factory.mktemp("tools") / "m", PIECES) as running:
         yield running
 
@@ -635,7 +637,7 @@ def test_a_model_without_tools_says_so(client: OpenAI) -> None:
 # --- other clients ---
 
 
-@pytest.mark.slow  # to import them
+@pytest.mark.slow  # slow imports
 def test_langchain_talks_to_the_server(server: Running, caller: Running) -> None:
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI
@@ -671,7 +673,7 @@ def test_langchain_talks_to_the_server(server: Running, caller: Running) -> None
     assert (call["name"], call["args"]) == ("weather", {"city": "Paris"})
 
 
-@pytest.mark.slow  # to import it
+@pytest.mark.slow  # slow import
 def test_an_agent_of_pydantic_ai_calls_its_tool_and_ends(caller: Running) -> None:
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -694,7 +696,7 @@ def test_an_agent_of_pydantic_ai_calls_its_tool_and_ends(caller: Running) -> Non
 
 
 def test_chunks_are_server_sent_events(server: Running) -> None:
-    """As another library reads them."""
+    """Another library can read them."""
     from httpx_sse import connect_sse
 
     body = {"messages": HELLO, "max_tokens": 8, "stream": True}

@@ -1,4 +1,4 @@
-"""What goes wrong ends one request with the right error, and the server answers the next."""
+"""A fault ends its request with the right error, and the server answers the next one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mlxspec.server.body import ApiError
 from mlxspec.server.memory_budget import in_words
 from mlxspec.server.openai import CompletionAnswer
 from mlxspec.server.worker import ServedRequest
-from tests.support.brake import Brake, braked, until
+from tests.support.brake import Brake, braked, wait_until
 from tests.support.demo import given_costs, stand_in_decoder
 from tests.support.serving import Running, memory_with_room, running_server, served
 
@@ -48,7 +48,7 @@ HTTP = httpx.Client(timeout=30)
 def brake(server: Running) -> Iterator[Brake]:
     with braked(server.decoder.model) as brake:
         yield brake
-    until(lambda: not server.worker.requests)
+    wait_until(lambda: not server.worker.requests)
 
 
 def post(server: Running, path: str, body: Any, **options: Any) -> httpx.Response:
@@ -57,7 +57,7 @@ def post(server: Running, path: str, body: Any, **options: Any) -> httpx.Respons
 
 
 def alone(prompt: str | list[int], max_tokens: int) -> str:
-    """What plain decoding writes."""
+    """Return plain decoding's output."""
     responses = stand_in_decoder(mlxspec.Decoder).stream(prompt, max_tokens)
     return "".join(response.text for response in responses)
 
@@ -68,14 +68,14 @@ def once_upon() -> str:
 
 
 def check_goes_on(server: Running, **options: Any) -> None:
-    """The next request is answered rightly."""
+    """Assert that the next request gets the right answer."""
     answer = post(server, TEXT, {"prompt": "Once upon", "max_tokens": 4}, **options)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == once_upon()
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
-    """An answer's error, which has OpenAI's form."""
+    """Return an answer's error; check that it has OpenAI's form."""
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
@@ -84,14 +84,14 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 class RawClient:
-    """A client that sends a request by hand, and reads when it likes.
+    """A client that sends a raw request and controls when it reads.
 
     Args:
-        server: that it talks to.
-        path: of the request.
+        server: the server.
+        path: the request's path.
         body: an object, or the body's bytes.
-        headers: more of them, or others.
-        receives: bytes of its buffer; None for the usual ones.
+        headers: added to or replacing the default ones.
+        receives: the receive buffer's size in bytes; None for the default.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class RawClient:
         self.socket.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + content)
 
     def read_until(self, marker: bytes) -> bytes:
-        """What comes, up to a marker and beyond."""
+        """Read until a marker has arrived; return everything read."""
         read = b""
         while marker not in read:
             more = self.socket.recv(1 << 16)
@@ -311,7 +311,7 @@ def test_a_body_that_is_not_in_its_encoding_is_a_400(server: Running, kind: str)
 
 
 def test_a_body_that_grows_beyond_the_bound_is_refused(server: Running) -> None:
-    """A thousandth of the size that it would have."""
+    """Compressed, it has a thousandth of its size."""
     compressor = zlib.compressobj(9, wbits=31)
     body = b"".join([*(compressor.compress(b" " * (1 << 20)) for _ in range(2000))])
     body += compressor.flush()
@@ -330,9 +330,9 @@ def test_slow_senders_give_way_to_others(server: Running, monkeypatch: pytest.Mo
         one.socket.sendall(b"{")
     body = json.dumps({"prompt": "Once", "max_tokens": 2, "x": "y" * (2 << 20)}).encode()
     assert post(server, TEXT, body).status_code == 200
-    told = slow[0].read_until(b"}}")
-    assert told.startswith(b"HTTP/1.1 408")
-    assert b"send it again" in told
+    refusal = slow[0].read_until(b"}}")
+    assert refusal.startswith(b"HTTP/1.1 408")
+    assert b"send it again" in refusal
     for one in slow:
         one.leave()
     check_goes_on(server)
@@ -364,13 +364,13 @@ def test_a_base_url_may_end_with_a_slash(server: Running, path: str) -> None:
 
 @pytest.fixture(scope="module")
 def refusals() -> list[tuple[str, ApiError]]:
-    """What :func:`guarded` has refused."""
+    """The requests that :func:`guarded` has refused."""
     return []
 
 
 @pytest.fixture(scope="module")
 def guarded(refusals: list[tuple[str, ApiError]]) -> Iterator[Running]:
-    """A server that is called by some names only."""
+    """A server that accepts some host names only."""
 
     def refused(path: str, error: ApiError) -> None:
         refusals.append((path, error))
@@ -411,7 +411,7 @@ def test_an_error_does_not_repeat_a_long_text(
     headers: dict[str, str],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Neither to the client nor in the log."""
+    """Neither for the client nor in the log."""
     refusals.clear()
     method = "POST" if body else "GET"
     texts = [text.replace("LONG", "x" * 30_000) for text in (path, json.dumps([body, headers]))]
@@ -427,7 +427,7 @@ def test_an_error_does_not_repeat_a_long_text(
         assert 0 < len(output.out + output.err) < 500
 
 
-# --- who may ask ---
+# --- access ---
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_an_error_does_not_repeat_a_long_text(
 def test_a_server_is_called_by_its_own_names_only(
     guarded: Running, host: str, allowed: bool
 ) -> None:
-    """Else a page could reach it by a name of its own that leads to this machine."""
+    """Otherwise a web page could reach it by DNS rebinding."""
     for path in ("/v1/models", "/status", "/health", "/"):
         answer = HTTP.get(guarded.address + path, headers={"Host": host})
         assert answer.status_code == (200 if allowed else 403), path
@@ -526,7 +526,7 @@ def test_origins_that_the_operator_allows_may_ask() -> None:
 
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[Running]:
-    """A server that runs one generation at a time, and prompts in short chunks."""
+    """A server that runs one generation at a time, with short prompt chunks."""
     with running_server(served(prefill_step_size=64), {"active": 1}) as running:
         yield running
 
@@ -541,11 +541,11 @@ def test_who_leaves_while_tokens_come_ends_the_generation(narrow: Running, strea
     with braked(narrow.decoder.model) as brake:
         brake.seconds = 0.01
         client = RawClient(narrow, TEXT, {**ENDLESS, "stream": stream})
-        until(lambda: narrow.worker.requests and only_request(narrow).stats.emitted > 4)
+        wait_until(lambda: narrow.worker.requests and only_request(narrow).stats.emitted > 4)
         client.leave()
         before = len(brake.rows)
-        until(lambda: not narrow.worker.requests)
-        assert len(brake.rows) - before < 20  # a fifth of a second, for a busy machine
+        wait_until(lambda: not narrow.worker.requests)
+        assert len(brake.rows) - before < 20  # a fifth of a second, for busy machines
     check_goes_on(narrow)
 
 
@@ -557,9 +557,9 @@ def test_who_leaves_while_the_prompt_runs_leaves_its_beginning(
     with braked(narrow.decoder.model) as brake:
         brake.seconds = 0.03
         client = RawClient(narrow, TEXT, {"prompt": prompt, "stream": stream})
-        until(lambda: narrow.worker.requests and only_request(narrow).prefilled > 200)
+        wait_until(lambda: narrow.worker.requests and only_request(narrow).prefilled > 200)
         client.leave()
-        until(lambda: not narrow.worker.requests)
+        wait_until(lambda: not narrow.worker.requests)
         run = sum(brake.rows)
         assert 200 < run < len(prompt) - 200
         brake.seconds = 0
@@ -574,16 +574,16 @@ def test_who_leaves_the_queue_is_not_generated_for(narrow: Running, stream: bool
     with braked(narrow.decoder.model) as brake:
         brake.seconds = 0.01
         first = RawClient(narrow, TEXT, ENDLESS)
-        until(lambda: narrow.worker.requests and only_request(narrow).stats.emitted)
+        wait_until(lambda: narrow.worker.requests and only_request(narrow).stats.emitted)
         running = only_request(narrow)
         second = RawClient(narrow, TEXT, {"prompt": LONG, "stream": stream})
-        until(lambda: len(narrow.worker.requests) == 2)
+        wait_until(lambda: len(narrow.worker.requests) == 2)
         waiting = narrow.worker.requests[1]
         second.leave()
-        until(lambda: narrow.worker.requests == [running])
+        wait_until(lambda: narrow.worker.requests == [running])
         assert (waiting.prefilled, waiting.sequence, waiting.state) == (0, None, "ended")
         first.leave()
-        until(lambda: not narrow.worker.requests)
+        wait_until(lambda: not narrow.worker.requests)
     check_goes_on(narrow)
 
 
@@ -604,15 +604,15 @@ def test_who_leaves_before_the_answer_begins_is_not_generated_for(
     client = RawClient(server, TEXT, {**ENDLESS, "stream": stream})
     assert tokenizing.wait(30)
     client.leave()
-    until(lambda: HTTP.get(f"{server.address}/health").is_success)  # the loop has seen it
+    wait_until(lambda: HTTP.get(f"{server.address}/health").is_success)  # the loop has noticed
     gone.set()
-    until(lambda: seen)
+    wait_until(lambda: seen)
     assert not server.worker.requests
     assert seen[0].stats.emitted < 1000
 
 
 def test_who_has_left_when_the_answer_begins_is_not_generated_for(server: Running) -> None:
-    """Where the ASGI server tells it by an error, which comes before anything is read."""
+    """For ASGI servers that report it with an error, before anything is read."""
     body = json.dumps({**ENDLESS, "stream": True}).encode()
     scope = {
         "type": "http",
@@ -636,7 +636,7 @@ def test_who_has_left_when_the_answer_begins_is_not_generated_for(server: Runnin
 
     with braked(server.decoder.model) as brake, brake.holding():
         asyncio.run(ask())
-    until(lambda: not server.worker.requests)
+    wait_until(lambda: not server.worker.requests)
 
 
 def test_who_leaves_while_sending_is_no_fault(
@@ -663,7 +663,7 @@ def test_a_slow_reader_pauses_its_own_generation_only() -> None:
             requests = server.worker.requests
             return bool(requests and requests[0].state is State.PAUSED)
 
-        until(paused)
+        wait_until(paused)
         request = only_request(server)
         emitted = request.stats.emitted
         check_goes_on(server)
@@ -680,9 +680,9 @@ def test_who_reads_nothing_at_all_makes_room_in_the_end() -> None:
     with running_server(limits={"active": 1}, send_buffer=1 << 14, patience=0.1) as server:
         body = {**ENDLESS, "stream": True, "logprobs": 20}
         client = RawClient(server, TEXT, body, receives=1 << 12)
-        until(lambda: server.worker.requests)
+        wait_until(lambda: server.worker.requests)
         check_goes_on(server, headers={"Connection": "close"})
-        until(lambda: not server.worker.requests)
+        wait_until(lambda: not server.worker.requests)
         client.leave()
 
 
@@ -694,9 +694,9 @@ def test_silent_phases_have_keep_alives() -> None:
         body = {"prompt": "Once upon", "max_tokens": 4}
         with brake.holding():
             prefilling = RawClient(server, TEXT, {**body, "stream": True})
-            until(lambda: server.worker.requests)
+            wait_until(lambda: server.worker.requests)
             queued = RawClient(server, TEXT, {**body, "stream": True})
-            until(lambda: len(server.worker.requests) == 2)
+            wait_until(lambda: len(server.worker.requests) == 2)
             for client in (prefilling, queued):
                 assert client.read_until(b": still working\n\n").startswith(b"HTTP/1.1 200 OK")
             assert server.worker.requests[1].state == "queued"
@@ -713,7 +713,7 @@ def test_silent_phases_have_keep_alives() -> None:
 def test_a_fault_in_a_forward_ends_its_requests_alone(
     server: Running, brake: Brake, stream: bool, rows: int
 ) -> None:
-    """In the prompt's forward, or in a later one; the caches of some layers are ahead by then."""
+    """In the prompt's forward or a later one, when some layers' caches are already ahead."""
     prompt = [1, *range(400, 430)]
     client = server.client()
 
@@ -726,7 +726,7 @@ def test_a_fault_in_a_forward_ends_its_requests_alone(
     with pytest.raises(openai.APIError, match="out of order") as caught:
         list(client.completions.create(**fields, stream=stream))
     if stream:
-        assert caught.value.type == "server_error"  # the status was told before
+        assert caught.value.type == "server_error"  # the status was sent before
     else:
         assert isinstance(caught.value, openai.InternalServerError)
     brake.on_forward = lambda: None
@@ -738,8 +738,8 @@ def test_an_error_in_a_stream_is_its_last_event_but_one(server: Running, brake: 
     answer = post(server, CHAT, {"messages": HELLO, "stream": True, "n": 3})
     *_, error, done, end = answer.text.split("\n\n")
     assert (done, end) == ("data: [DONE]", "")
-    told = json.loads(error.removeprefix("data: "))
-    assert told["error"]["type"] == "server_error"
+    event = json.loads(error.removeprefix("data: "))
+    assert event["error"]["type"] == "server_error"
     check_goes_on(server)
 
 
@@ -761,7 +761,7 @@ def test_a_fault_in_one_request_leaves_the_others(
                 for prompt, top in (("Once upon", 3), ("So", 7), ("Then", 2))
             ]
             answers = [pool.submit(post, server, TEXT, body) for body in bodies]
-            until(lambda: len(server.worker.requests) == 3)
+            wait_until(lambda: len(server.worker.requests) == 3)
         first, second, third = [answer.result() for answer in answers]
     assert second.status_code == 500
     assert "out of order" in error_of(second)["message"]
@@ -769,7 +769,7 @@ def test_a_fault_in_one_request_leaves_the_others(
     assert third.json()["choices"][0]["text"] == alone("Then", 30)
 
 
-def test_a_fault_in_the_last_token_is_told(
+def test_a_fault_in_the_last_token_is_reported(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: object) -> Any:
@@ -782,22 +782,22 @@ def test_a_fault_in_the_last_token_is_told(
 
 
 def check_answers_together(server: Running, brake: Brake) -> None:
-    """Three requests that share their steps are answered rightly."""
+    """Assert that three requests that share steps get the right answers."""
     prompts = ["Once upon", "So", "Then"]
     with ThreadPoolExecutor() as pool:
         with brake.holding():
             bodies = [{"prompt": prompt, "max_tokens": 30} for prompt in prompts]
             answers = [pool.submit(post, server, TEXT, body) for body in bodies]
-            until(lambda: len(server.worker.requests) == 3)
-        told = [answer.result() for answer in answers]
-    assert [answer.status_code for answer in told] == [200] * 3
-    texts = [answer.json()["choices"][0]["text"] for answer in told]
+            wait_until(lambda: len(server.worker.requests) == 3)
+        results = [answer.result() for answer in answers]
+    assert [answer.status_code for answer in results] == [200] * 3
+    texts = [answer.json()["choices"][0]["text"] for answer in results]
     assert texts == [alone(prompt, 30) for prompt in prompts]
 
 
 def test_step_times_that_make_no_sense_fail_no_request() -> None:
     model = served()
-    model.decoder.costs = given_costs({1: 1.0, 8: 1.2, 16: 0.8})  # which fall
+    model.decoder.costs = given_costs({1: 1.0, 8: 1.2, 16: 0.8})  # falling costs
     with running_server(model) as server, braked(server.decoder.model) as brake:
         check_answers_together(server, brake)
 
@@ -829,7 +829,7 @@ def test_a_fault_in_admission_ends_who_waits(
     check_goes_on(server)
 
 
-def test_a_fault_in_an_answer_is_told_in_its_stream(
+def test_a_fault_in_an_answer_is_reported_in_its_stream(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: object) -> Any:
@@ -842,9 +842,9 @@ def test_a_fault_in_an_answer_is_told_in_its_stream(
         whole = post(server, TEXT, {"prompt": "Once"})
         assert whole.status_code == 500
         assert error_of(whole)["type"] == "server_error"
-        assert whole.headers["Connection"] == "close"  # or the next request would get no answer
+        assert whole.headers["Connection"] == "close"  # so the next request gets an answer
         assert "secret" not in streamed.text + whole.text
-    until(lambda: not server.worker.requests)
+    wait_until(lambda: not server.worker.requests)
     check_goes_on(server)
 
 
@@ -856,7 +856,7 @@ def test_a_server_that_ends_says_so_and_leaves_nothing(stream: bool) -> None:
         with ThreadPoolExecutor() as pool:
             body = {"prompt": prompt, "max_tokens": 20_000, "stream": stream}
             running = pool.submit(post, server, TEXT, body)
-            until(lambda: server.worker.requests and only_request(server).stats.emitted)
+            wait_until(lambda: server.worker.requests and only_request(server).stats.emitted)
             server.worker.stop()
             answer = running.result()
         if stream:
@@ -871,13 +871,13 @@ def test_a_server_that_ends_says_so_and_leaves_nothing(stream: bool) -> None:
     assert not server.worker.requests
     left = {*threading.enumerate()} - threads
     assert not [thread for thread in left if not thread.name.startswith("AnyIO")]  # it is idle
-    assert model.cache.lend(prompt).length >= len(prompt)  # which was given back
+    assert model.cache.lend(prompt).length >= len(prompt)  # it was returned
 
 
-# --- more than there is room for ---
+# --- too many requests ---
 
 
-def test_who_finds_the_queue_full_is_told_when_to_come_again() -> None:
+def test_a_full_queue_is_a_429_with_retry_after() -> None:
     with (
         running_server(limits={"active": 1, "queued": 1}) as server,
         braked(server.decoder.model) as brake,
@@ -888,8 +888,8 @@ def test_who_finds_the_queue_full_is_told_when_to_come_again() -> None:
             accepted = []
             for count in (1, 2):
                 accepted.append(pool.submit(post, server, TEXT, body))
-                until(lambda count=count: len(server.worker.requests) == count)  # type: ignore[misc]
-                until(lambda: server.worker.requests[0].state != "queued")
+                wait_until(lambda count=count: len(server.worker.requests) == count)  # type: ignore[misc]
+                wait_until(lambda: server.worker.requests[0].state != "queued")
             with pytest.raises(openai.RateLimitError) as refused:
                 server.client().completions.create(model="small", **body)  # type: ignore[call-overload]
             assert refused.value.code == "queue_full"
@@ -920,7 +920,7 @@ def test_requests_wait_for_memory() -> None:
         bodies = [{"prompt": prompt, "max_tokens": 16} for prompt in prompts]
         with brake.holding():
             answers = [pool.submit(post, server, TEXT, body) for body in bodies]
-            until(lambda: len(server.worker.requests) == len(bodies))
+            wait_until(lambda: len(server.worker.requests) == len(bodies))
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.result().json()["choices"][0]["text"] == alone(prompt, 16)
         assert max(at_once) == 2
@@ -933,7 +933,7 @@ def test_requests_wait_for_memory() -> None:
         assert in_words(memory.room) in error_of(refused)["message"]
 
 
-# --- prefixes over requests ---
+# --- prefixes shared between requests ---
 
 
 def cached_tokens(answer: httpx.Response) -> int:
@@ -942,7 +942,7 @@ def cached_tokens(answer: httpx.Response) -> int:
 
 
 def test_a_conversation_of_ten_turns_runs_each_token_once(server: Running, brake: Brake) -> None:
-    """As the rows of the model's forwards tell, and ``cached_tokens`` with them."""
+    """The model's forwards and ``cached_tokens`` both show it."""
     messages: list[Any] = []
     before = n_prompts = 0
     for turn in range(10):
@@ -975,7 +975,7 @@ def test_two_agents_share_their_system_prompt(server: Running, brake: Brake, at_
         if at_once:
             with brake.holding():
                 waiting = [pool.submit(post, server, CHAT, body) for body in bodies]
-                until(lambda: len(server.worker.requests) == 2)
+                wait_until(lambda: len(server.worker.requests) == 2)
             answers = [answer.result() for answer in waiting]
         else:
             answers = [post(server, CHAT, body) for body in bodies]

@@ -1,4 +1,4 @@
-"""What drafts gain, whatever else takes the machine's time."""
+"""The reported gain of drafts, on quiet and busy machines."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.support.serving import served
 
 PROMPT = "one two three four one two three four one two"
 STEADY = (0.02,)
-# Steps that another program held up, those of a long context, and one of which most had run.
+# Steps delayed by another program, steps with a long context, and one that was nearly done.
 DISTURBED = (0.02, 3.0, 40.0, 0.0001, 0.5)
 
 
 def run_requests(
     model: ServedModel, seconds: Sequence[float], monkeypatch: pytest.MonkeyPatch, count: int = 1
 ) -> tuple[list[ServedRequest], Worker]:
-    """Run requests whose steps take so long, in turn."""
+    """Run requests one after the other, with given step times."""
     time = itertools.accumulate(itertools.cycle(seconds))
     clock = SimpleNamespace(perf_counter=lambda: next(time))
     monkeypatch.setattr(engine, "time", clock)
@@ -82,7 +82,7 @@ def test_drafts_are_not_blamed_for_what_else_slows_steps(
         requests, _ = run_requests(served(), seconds, monkeypatch, count)
         for request in requests:
             assert request.stats.emitted > 1.2 * request.stats.steps
-            # A step costs 1.05 plain ones at most, and has a token at least.
+            # A step costs at most 1.05 plain steps and yields at least one token.
             assert request.figures()["gain"]
             assert request.figures()["gain"] > 1 / FLAT[16]
             if seconds == STEADY:

@@ -1,4 +1,4 @@
-"""Whatever is sent to the server, it answers rightly or with a 4xx, and then the next request."""
+"""Fuzzed requests get a valid answer or a 4xx, and the server answers the next request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RESPONSES, INPUT = "/v1/responses", "/v1/responses/input_tokens"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
 PATHS = [CHAT, TEXT, TOKENIZE, DETOKENIZE, RESPONSES, INPUT, MESSAGES, COUNT]
 MOST = 12
-"""Tokens of an answer, so that none takes long."""
+"""The most tokens of an answer, so that each is fast."""
 
 SHORT = {"max_tokens": MOST, "max_completion_tokens": MOST}
 CHAT_BODY = {**FULL_CHAT, "model": "small", **SHORT}
@@ -52,7 +52,7 @@ bodies: st.SearchStrategy[tuple[str, Any]] = st.one_of(
     st.tuples(st.sampled_from([MESSAGES, COUNT]), hostile(MESSAGES_BODY)),
     st.tuples(st.sampled_from(PATHS), json_values),
 )
-"""JSON values, for each endpoint that takes one."""
+"""Valid JSON bodies, for each endpoint that takes one."""
 
 raw_bodies: st.SearchStrategy[tuple[str, bytes]] = st.one_of(
     st.tuples(st.just(CHAT), mutated(json.dumps(CHAT_BODY).encode())),
@@ -61,12 +61,12 @@ raw_bodies: st.SearchStrategy[tuple[str, bytes]] = st.one_of(
     st.tuples(st.just(MESSAGES), mutated(json.dumps(MESSAGES_BODY).encode())),
     st.tuples(st.sampled_from(PATHS), st.binary(max_size=40)),
 )
-"""Bytes that are hardly JSON, or none."""
+"""Bytes that are barely JSON, or not JSON."""
 
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    """A client of a server whose model knows tools."""
+    """A client of a server whose model takes tools."""
     with (
         running_server(served_with_tools(), max_tokens=MOST) as running,
         httpx.Client(base_url=running.address, timeout=60) as client,
@@ -113,7 +113,7 @@ def test_any_bytes_get_a_right_answer_or_a_4xx(http: httpx.Client, sent: tuple[s
 
 
 def shortened(body: Any) -> Any:
-    """A body that asks for a short answer, if it asks for one at all."""
+    """Shorten the answer that a body asks for, if it asks for one."""
     if not isinstance(body, dict):
         return body
     bounds = {
@@ -125,19 +125,19 @@ def shortened(body: Any) -> Any:
 
 
 def check(http: httpx.Client, path: str, body: bytes) -> bool:
-    """Send a body; whether it was answered otherwise than with an error."""
+    """Send a body and check the answer; return whether it is not an error."""
     answer = http.post(path, content=body)
     if answer.status_code == 200:
         check_answer(path, json.loads(body), answer)
     else:
         assert 400 <= answer.status_code < 500, answer.text
-        told = strictly(answer.content)
-        error = told["error"]
+        refusal = strictly(answer.content)
+        error = refusal["error"]
         if path in (MESSAGES, COUNT):
-            assert set(told) == {"type", "error", "request_id"}
+            assert set(refusal) == {"type", "error", "request_id"}
             assert set(error) - {"details"} == {"type", "message"}
         else:
-            assert set(told) == {"error"}
+            assert set(refusal) == {"error"}
             assert set(error) == {"message", "type", "param", "code"}
         assert 0 < len(error["message"]) < 1000
     following = http.post(TEXT, json={"prompt": "Once", "max_tokens": 4})
@@ -171,13 +171,13 @@ def check_answer(path: str, body: Any, answer: httpx.Response) -> None:
     if body.get("stream"):
         *events, done, end = answer.text.split("\n\n")
         assert (done, end) == ("data: [DONE]", "")
-        told = [strictly(event.removeprefix("data: ")) for event in events]
+        chunks = [strictly(event.removeprefix("data: ")) for event in events]
         if path == CHAT:
-            told = [ChatCompletionChunk.model_validate(chunk).model_dump() for chunk in told]
-    else:  # in streams, completions have null for reasons, unlike the library's type
+            chunks = [ChatCompletionChunk.model_validate(chunk).model_dump() for chunk in chunks]
+    else:  # in streams, completions have null as reasons, unlike the library's type
         answer_type = ChatCompletion if path == CHAT else Completion
-        told = [answer_type.model_validate(strictly(answer.content)).model_dump()]
-    choices = [choice for chunk in told for choice in chunk["choices"]]
+        chunks = [answer_type.model_validate(strictly(answer.content)).model_dump()]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
     ends = [choice["index"] for choice in choices if choice["finish_reason"]]
     assert sorted(ends) == list(range(n_choices(path, body)))
 
@@ -200,18 +200,18 @@ def check_message(body: Any, answer: httpx.Response) -> None:
         return
     *events, end = answer.text.split("\n\n")
     assert end == ""
-    told = [strictly(event.partition("\ndata: ")[2]) for event in events]
-    kinds = [EVENT.validate_python(event).type for event in told]
+    parsed = [strictly(event.partition("\ndata: ")[2]) for event in events]
+    kinds = [EVENT.validate_python(event).type for event in parsed]
     assert (kinds[0], *kinds[-2:]) == ("message_start", "message_delta", "message_stop")
 
 
 def n_choices(path: str, body: Any) -> int:
-    """How many choices a body asks for."""
+    """Return the number of choices that a body asks for."""
     n, prompt = int(body.get("n") or 1), body.get("prompt")
     several = path == TEXT and isinstance(prompt, list) and isinstance(prompt[0], (str, list))
     return n * len(prompt) if several else n
 
 
 def strictly(text: bytes | str) -> Any:
-    """JSON as every language reads it, without NaN and infinities."""
+    """Parse standard JSON, without NaN and infinities."""
     return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))

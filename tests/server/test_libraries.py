@@ -1,8 +1,8 @@
-"""Libraries that demand a type get it from a model whose weights are random.
+"""Libraries that require a type get it, even from a model with random weights.
 
-instructor, langchain-anthropic and guidance are tried where they are installed, and the Vercel AI
-SDK where Node.js finds it (``NODE_PATH``). instructor and guidance need older versions of other
-packages, so give them an environment of their own.
+instructor, langchain-anthropic and guidance are tested if installed, and the Vercel AI SDK if
+Node.js finds it (``NODE_PATH``). instructor and guidance need older versions of other packages, so
+give them their own environment.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Person(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: Literal["Ann", "Bob"]  # some libraries leave out the bounds of a string
+    name: Literal["Ann", "Bob"]  # some libraries omit a string's bounds
     mood: Literal["fine", "tired"]
 
 

@@ -1,4 +1,4 @@
-"""Nothing keeps the caches of a request that has ended, but the prefix cache."""
+"""Only the prefix cache keeps the caches of a finished request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that a server's models take stays within one bound, and nothing that fits is refused."""
+"""A server's models stay within one memory limit, and no request that fits is refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COUNT, PROMPT, ANSWER = 9, 40, 4
 
 @cache
 def wide_decoder() -> mlxspec.AutoDecoder:
-    """A decoder whose caches take 295 kB a token, and are for 256 of them or more: 75 MB."""
+    """Return a decoder whose caches take 295 kB per token, for at least 256 tokens: 75 MB."""
     sizes = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 192)
     model = repetitive_llama(num_hidden_layers=6, **sizes)
     decoder = mlxspec.AutoDecoder(model, demo().tokenizer, memory_tokens=0)
@@ -72,7 +72,7 @@ def test_requests_for_twice_the_bound_are_all_answered_within_it() -> None:
     decoder, model = wide_decoder(), wide()
     alone = [[r.token for r in decoder.stream(prompt, ANSWER)] for prompt in prompts()]
     texts = [decoder.tokenizer.decode(tokens) for tokens in alone]
-    others = mx.get_active_memory() - model.memory.weights  # of models of other tests
+    others = mx.get_active_memory() - model.memory.weights  # from other tests' models
     mx.reset_peak_memory()
     limits = {"active": COUNT}
     with running_server(model, limits, memory=ServerMemory(BOUND)) as server:
@@ -107,15 +107,15 @@ def test_requests_for_twice_the_bound_are_all_answered_within_it() -> None:
 
 
 def two() -> tuple[ServerMemory, ServedModel, ServedModel]:
-    """A memory with room for three answers, and two models."""
-    gc.collect()  # what other tests have left is no part of either sum
+    """A memory with room for three answers, with two models."""
+    gc.collect()  # keep other tests' garbage out of both sums
     mx.clear_cache()
     first, second = served("first"), served("second")
     whole = ServerMemory()
     for one in (first, second):
         whole.add(one)
     caches, forward = first.memory.needs(40)
-    # What a forward takes is measured for each model, and differs a little.
+    # Each model's forward is measured, with slightly different results.
     forward = max(forward, second.memory.needs(40).forward)
     memory = ServerMemory(whole.bound_for(Need(3 * caches, forward)))
     for one in (first, second):
@@ -124,7 +124,7 @@ def two() -> tuple[ServerMemory, ServedModel, ServedModel]:
 
 
 def keep(model: ServedModel, seed: int, tokens: int = 20) -> None:
-    """Answer a prompt, and keep its caches."""
+    """Answer a prompt and keep its caches."""
     prompt = random.Random(seed).choices(range(300, 4000), k=tokens)
     session = model.cache.lend(prompt)
     for _ in model.decoder.stream(prompt, 2, session=session):
@@ -136,7 +136,7 @@ def test_models_share_one_room_and_the_prefix_used_longest_ago_makes_it() -> Non
     memory, first, second = two()
     for model, seed in ((first, 1), (second, 2), (first, 3)):
         keep(model, seed, 300)
-    memory._cache_bytes = memory.room  # a share of less is another matter
+    memory._cache_bytes = memory.room  # without a smaller share for prefixes
     need = first.memory.needs(40)
     for _ in range(3):
         assert memory.fits(need)
@@ -172,7 +172,7 @@ def test_a_model_finds_room_if_its_weights_fit_beside_what_is_reserved() -> None
 
 @contextmanager
 def free(memory: ServerMemory, nbytes: int) -> Iterator[None]:
-    """Other programs have left so many bytes."""
+    """Let other programs leave this many bytes free."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_budget, "free_memory", lambda: nbytes)
         memory._next_look = 0.0
@@ -225,7 +225,7 @@ def test_a_request_that_waits_is_not_overtaken_by_smaller_ones_of_another_model(
 
     small, large, later = Waiting(1, 40), Waiting(2, 300), Waiting(3, 40)
     assert worker.admit(small)  # type: ignore[arg-type]
-    # The forwards of two equal models are measured, and differ a little.
+    # Measured forwards of two equal models differ slightly.
     memory.reserve(small, Need(memory.room - later.need.caches - memory._forward(later.need)))
     assert memory.fits(later.need)
     assert not worker.admit(large)  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ def test_rows_that_wait_for_a_head_count() -> None:
         CacheMemory(LoadedModel(model), options),
     )
     cache = trained.new_cache(0)
-    for start in range(0, 640, 32):  # steps of 32 rows, of which each keeps one
+    for start in range(0, 640, 32):  # steps of 32 rows that each keep one
         trained.model(mx.array([[0] * 32]))
         cache.note(mx.zeros(32, mx.int32))
         cache.keep(start // 32, (0,))

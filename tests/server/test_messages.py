@@ -1,7 +1,7 @@
-"""Clients of Anthropic's API get from the server what they expect.
+"""Clients of Anthropic's API against the server.
 
-What is generated is compared with plain decoding of the same prompt, and with what the server
-answers over OpenAI's API.
+Outputs are compared with plain decoding of the same prompt, and with the server's answers over
+OpenAI's API.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mlxspec.server.served_model import ServedModel
 from tests.server.test_endpoints import HELLO, PIECES, answer_alone, ids_of, scripted_caller
 from tests.server.test_messages_answer import EVENT, extras
 from tests.server.test_messages_requests import FULL_MESSAGES, WEATHER
-from tests.support.brake import braked, until
+from tests.support.brake import braked, wait_until
 from tests.support.serving import (
     Running,
     memory_with_room,
@@ -39,7 +39,7 @@ PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 def client_of(server: Running, **options: Any) -> Anthropic:
-    """Anthropic's client, which does not try again."""
+    """Return an Anthropic client that does not retry."""
     given = {"auth_token": "none", "max_retries": 0, **options}
     return Anthropic(base_url=server.address, **given)
 
@@ -51,7 +51,7 @@ def client(server: Running) -> Anthropic:
 
 @pytest.fixture(scope="module")
 def agent() -> Iterator[Running]:
-    """A server of a model that knows tools, and writes no sense."""
+    """A server of a model that takes tools and writes meaningless text."""
     with running_server(served_with_tools()) as running:
         yield running
 
@@ -157,7 +157,7 @@ def test_tokens_are_counted_as_they_are_used(client: Anthropic) -> None:
     assert count.input_tokens == len(ids_of([{"role": "system", "content": "Be brief."}, *HELLO]))
 
 
-def test_stop_sequences_end_the_text_and_are_told(client: Anthropic) -> None:
+def test_stop_sequences_end_the_text_and_are_reported(client: Anthropic) -> None:
     whole = answer_alone()
     stop = whole[30:34]
     sequences = ["never written", stop, whole[40:44]]
@@ -204,7 +204,7 @@ def test_an_answer_has_the_tokens_that_memory_has_room_for() -> None:
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose model thinks, asks for the weather in Paris, and then says it is sunny."""
+    """A server whose model thinks, calls a tool for the weather in Paris, then says it is sunny."""
     script = ("<think>", "I ask.", "</think>", *PIECES)
     with scripted_caller(tmp_path_factory.mktemp("tools") / "m", script) as running:
         yield running
@@ -273,9 +273,9 @@ def test_a_request_of_claude_code_is_answered(agent: Running) -> None:
     }
     body = {**FULL_MESSAGES, "max_tokens": 8}
     path = f"{agent.address}/v1/messages?beta=true"
-    told = httpx.post(path, json=body, headers=headers, timeout=60)
-    assert told.status_code == 200
-    *events, end = told.text.split("\n\n")
+    streamed = httpx.post(path, json=body, headers=headers, timeout=60)
+    assert streamed.status_code == 200
+    *events, end = streamed.text.split("\n\n")
     assert end == ""
     kinds = []
     for event in events:
@@ -288,7 +288,7 @@ def test_a_request_of_claude_code_is_answered(agent: Running) -> None:
 
 
 def test_a_conversation_of_ten_turns_with_tools_runs_each_token_once(agent: Running) -> None:
-    """As the rows of the model's forwards tell, and the usage with them."""
+    """The model's forwards and the usage both show it."""
     body: dict[str, Any] = copy.deepcopy(FULL_MESSAGES)
     body |= {"max_tokens": 1, "stream": False, "temperature": 0}
     before = ran_in_all = 0
@@ -297,8 +297,8 @@ def test_a_conversation_of_ten_turns_with_tools_runs_each_token_once(agent: Runn
             line = f"x-anthropic-billing-header: cc_version=2.1.197; cc_entrypoint=cli; cch={turn};"
             body["system"][0]["text"] = line
             brake.rows.clear()
-            told = http.post(f"{agent.address}/v1/messages?beta=true", json=body).json()
-            usage = told["usage"]
+            answer = http.post(f"{agent.address}/v1/messages?beta=true", json=body).json()
+            usage = answer["usage"]
             ran, cached = usage["input_tokens"], usage["cache_read_input_tokens"]
             assert sum(brake.rows) in (ran, ran + 1)  # the last step may run ahead
             assert cached >= before - 1
@@ -307,7 +307,7 @@ def test_a_conversation_of_ten_turns_with_tools_runs_each_token_once(agent: Runn
             call = {"type": "tool_use", "id": call_id, "name": "weather", "input": {"city": "Rome"}}
             result = {"type": "tool_result", "tool_use_id": call_id, "content": "sunny " * 20}
             body["messages"] += [
-                {"role": "assistant", "content": [*told["content"], call]},
+                {"role": "assistant", "content": [*answer["content"], call]},
                 {"role": "user", "content": [result]},
             ]
     assert ran_in_all <= before + 10
@@ -334,10 +334,10 @@ def test_errors_are_the_clients_exceptions(client: Anthropic) -> None:
     assert "tools" in bad.value.message
 
 
-def test_a_prompt_that_is_too_long_is_told_as_claude_code_reads_it(
+def test_a_prompt_that_is_too_long_gives_the_error_that_claude_code_reads(
     client: Anthropic, server: Running
 ) -> None:
-    """By the expression with which it finds the numbers, to shorten the conversation."""
+    """Its regular expression finds the numbers, with which it shortens the conversation."""
     longest = server.worker.models["small"].context_length
     words = [{"role": "user", "content": "word " * (longest or 0)}]
     n_prompt = client.messages.count_tokens(model="claude-x", messages=words).input_tokens  # type: ignore[arg-type]
@@ -373,8 +373,8 @@ def test_the_gates_errors_have_the_form_too(path: str) -> None:
             "invalid_request_error",
         )
         long = b" " * (33 << 20)
-        told = httpx.post(address, headers=key, content=long)
-        assert error_of(told) == (413, "request_too_large")
+        refused = httpx.post(address, headers=key, content=long)
+        assert error_of(refused) == (413, "request_too_large")
         for how in ({"auth_token": "secret"}, {"auth_token": None, "api_key": "secret"}):
             assert text_of(message(client_of(server, **how), max_tokens=4))
         with pytest.raises(anthropic.AuthenticationError):
@@ -383,7 +383,7 @@ def test_the_gates_errors_have_the_form_too(path: str) -> None:
         assert "type" not in httpx.post(f"{server.address}/v1/chat/completions").json()
 
 
-def test_who_finds_the_queue_full_or_the_server_ending_is_told_so() -> None:
+def test_a_full_queue_and_an_ending_server_are_errors() -> None:
     with (
         running_server(limits={"active": 1, "queued": 1}) as server,
         braked(server.decoder.model) as brake,
@@ -394,8 +394,8 @@ def test_who_finds_the_queue_full_or_the_server_ending_is_told_so() -> None:
             accepted = []
             for count in (1, 2):
                 accepted.append(pool.submit(message, client))
-                until(lambda count=count: len(server.worker.requests) == count)  # type: ignore[misc]
-                until(lambda: server.worker.requests[0].state != "queued")
+                wait_until(lambda count=count: len(server.worker.requests) == count)  # type: ignore[misc]
+                wait_until(lambda: server.worker.requests[0].state != "queued")
             with pytest.raises(anthropic.RateLimitError) as refused:
                 message(client)
             assert int(refused.value.response.headers["Retry-After"]) > 0
@@ -416,10 +416,10 @@ def test_a_stream_says_that_it_lives_and_how_it_fails() -> None:
     ):
         body = {"messages": HELLO, "max_tokens": 24, "stream": True}
         with brake.holding():
-            told = pool.submit(httpx.post, f"{server.address}/v1/messages", json=body, timeout=60)
-            until(lambda: server.worker.requests)
+            answer = pool.submit(httpx.post, f"{server.address}/v1/messages", json=body, timeout=60)
+            wait_until(lambda: server.worker.requests)
             time.sleep(0.3)
-        events = [event.split("\n")[0] for event in told.result().text.split("\n\n")]
+        events = [event.split("\n")[0] for event in answer.result().text.split("\n\n")]
         assert events[0] == "event: ping"
         first = next(event for event in events if event != "event: ping")
         assert first == "event: message_start"

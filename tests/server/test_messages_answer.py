@@ -1,4 +1,4 @@
-"""Answers have the forms of Anthropic's API, by the types of its own client library."""
+"""Answers match Anthropic's API, checked with the types of its client library."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def events(text: str, length: int = 3, **figures: Any) -> list[Event]:
 
 
 def streamed(made: MessagesAnswer, happened: list[Event]) -> list[dict[str, Any]]:
-    """The chunks, each of them as the client library's types have it."""
+    """Parse chunks with the client library's types."""
     chunks = [chunk for event in happened for chunk in made.feed([event])]
     for chunk in chunks:
         event = EVENT.validate_python(json.loads(json.dumps(chunk, allow_nan=False)))
@@ -114,7 +114,7 @@ def test_a_whole_message() -> None:
 @settings(max_examples=examples(40, 2_000))
 @given(st.sampled_from([CALLS, "Hello", "", "<think>x"]), st.integers(1, 40))
 def test_the_client_puts_a_stream_together_to_the_whole(text: str, length: int) -> None:
-    """By the client library's own accumulation."""
+    """The client library's own accumulation does it."""
     made = answer(tools=TOOLS)
     message: Any = None
     arguments: dict[int, bytes] = {}
@@ -163,7 +163,7 @@ def test_a_call_can_be_sent_whatever_its_arguments_are(written: str, read: objec
     call = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
     made = answer(tools=TOOLS)
     made.feed(events(call, length=1))
-    # As Starlette sends it.
+    # Like Starlette.
     sent = json.dumps(made.whole(), ensure_ascii=False, allow_nan=False).encode()
     calls = [block for block in json.loads(sent)["content"] if block["type"] == "tool_use"]
     assert [block["input"] for block in calls] == [read]
@@ -215,6 +215,6 @@ def test_errors_have_the_types_of_their_status(status: int, kind: str) -> None:
 
 
 def test_a_body_that_is_too_long_has_a_type_of_its_own() -> None:
-    """Which the API's reference names, and the library's types do not."""
+    """The API's reference has this type, the library's types lack it."""
     error = ApiError("long", status=413).messages_body("req_1")["error"]
     assert error == {"type": "request_too_large", "message": "long"}

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's API become the requests for chats that they mean."""
+"""Bodies of Anthropic's API become equivalent chat requests."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ FULL_MESSAGES: dict[str, Any] = {
     "service_tier": "auto",
     "stream": True,
 }
-"""As Claude Code 2.1 sends it, and some more."""
+"""A body like Claude Code 2.1's, with some more fields."""
 
 
 def messages(**fields: Any) -> MessagesBody:
@@ -89,7 +89,7 @@ def said(*given: dict[str, Any], **fields: Any) -> list[dict[str, Any]]:
 
 
 def test_a_request_of_claude_code_is_the_chat_that_it_means() -> None:
-    """The same fields as of the chat that a client of OpenAI would send."""
+    """It has the same fields as the equivalent OpenAI chat."""
     weather = {**WEATHER, "parameters": SCHEMA}
     del weather["input_schema"]
     calls = [

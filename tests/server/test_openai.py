@@ -1,4 +1,4 @@
-"""Answers have OpenAI's forms, by the types of its own client library."""
+"""Answers match OpenAI's API, checked with the types of its client library."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def completion(**fields: Any) -> CompletionAnswer:
 
 
 def pieces(text: str, index: int = 0, length: int = 3, **fields: Any) -> list[Event]:
-    """A text as tokens of some characters each, every second of them from a draft."""
+    """Split a text into tokens of a few characters; every second one comes from a draft."""
     return [
         Piece(index, text[at : at + length], 65 + at % 20, accepted=at // length % 2 == 1, **fields)
         for at in range(0, len(text), length)
@@ -65,14 +65,14 @@ def ended(index: int = 0, reason: str = "stop", **figures: int) -> Ended:
 
 
 def valid(kind: type[BaseModel], answer: dict[str, Any]) -> Any:
-    """The answer as the client library has it: no field missing, wrong, or unknown but ours."""
+    """Parse an answer with the client library; assert that its only extra fields are ours."""
     parsed = kind.model_validate(json.loads(json.dumps(answer, allow_nan=False)))
     assert extras(parsed) <= {"reasoning_content", "mlxspec"}
     return parsed
 
 
 def extras(value: Any) -> set[str]:
-    """Names of the fields that a parsed answer has and its type does not."""
+    """Return the names of a parsed answer's fields that its type lacks."""
     if isinstance(value, list):
         return set().union(*map(extras, value))
     if not isinstance(value, BaseModel):
@@ -203,7 +203,7 @@ def test_what_the_model_writes_after_the_one_call_is_not_sent(at_once: int) -> N
 
 
 @pytest.mark.slow
-@settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])  # as simple as they get
+@settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])  # the simplest request
 @given(
     st.lists(st.sampled_from([CALLS, "Hello", "", "<think>x"]), min_size=1, max_size=3),
     st.integers(1, 9),
@@ -212,7 +212,7 @@ def test_what_the_model_writes_after_the_one_call_is_not_sent(at_once: int) -> N
 def test_the_client_puts_the_chunks_together_to_the_whole_answer(
     outputs: list[str], length: int, random: Random
 ) -> None:
-    """However the events come, by OpenAI's own accumulation."""
+    """OpenAI's own accumulation does it, for any batches of events."""
     answer = chat(
         stream=True,
         n=len(outputs),
@@ -262,7 +262,7 @@ def test_a_prompt_of_several_choices_counts_once() -> None:
     assert answers.usage()["prompt_tokens"] == 10
 
 
-def test_drafts_are_told_where_they_are_asked_for() -> None:
+def test_drafts_are_reported_if_requested() -> None:
     events = [Piece(0, "The", 65), Piece(0, " qu", 66, True), Piece(0, "ick", 67, True)]
     answer = chat(stream=True, mlxspec={"drafts": True})
     chunks = answer.feed([*events, ended()])
@@ -343,7 +343,7 @@ def test_a_streamed_completion() -> None:
     chunks = [chunk for event in events for chunk in answer.feed([event])]
     for chunk in chunks:
         if chunk["choices"] and chunk["choices"][0]["finish_reason"] is None:
-            chunk = json.loads(json.dumps(chunk))  # the library's type has only whole answers
+            chunk = json.loads(json.dumps(chunk))  # the library's type only covers complete answers
             chunk["choices"][0]["finish_reason"] = "stop"
         valid(Completion, chunk)
     *texts, end, usage = chunks

@@ -1,4 +1,4 @@
-"""What a model writes is told apart: text, reasoning, calls; however it is cut into segments."""
+"""Parsing output into text, reasoning and calls, however it is split into segments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def format_of(parser: str | None = "json_tools", **changes: Any) -> OutputFormat
 
 
 def joined(deltas: Iterable[Part]) -> list[Part]:
-    """The deltas, with neighbours of one kind made one."""
+    """Merge neighbouring deltas of the same kind."""
     result: list[Part] = []
     for delta in deltas:
         last = result[-1] if result else Part("")
@@ -54,19 +54,19 @@ def joined(deltas: Iterable[Part]) -> list[Part]:
 
 
 def read(format: OutputFormat, *segments: str) -> list[Part]:
-    """All deltas, neighbours joined."""
+    """Parse an output into merged deltas."""
     parser = OutputParser(format)
     deltas = [delta for segment in segments for delta in parser.feed(segment)]
     return joined(deltas + parser.finish())
 
 
 def anonymous(deltas: list[Part]) -> list[object]:
-    """The deltas without the ids of calls, which are drawn."""
+    """Remove the calls' random ids."""
     return [(delta.index, delta.name) if delta.kind == "call" else delta for delta in deltas]
 
 
 def calls_of(deltas: list[Part]) -> list[Call]:
-    """The calls, with parsed arguments."""
+    """Return the calls with parsed arguments."""
     names = [delta.name for delta in deltas if delta.kind == "call"]
     texts = [""] * len(names)
     for delta in deltas:
@@ -164,7 +164,7 @@ def test_calls_are_those_that_mlx_lm_reads(parser: str, output: str) -> None:
     try:
         found = calls_of(deltas)
     except json.JSONDecodeError:
-        assert not expected  # the output was cut off within the arguments
+        assert not expected  # the output ended within the arguments
     else:
         assert [*found[: len(expected)]] == expected
 

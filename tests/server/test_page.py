@@ -1,4 +1,4 @@
-"""The status page, as a browser shows it while the server works."""
+"""The status page in a browser while the server works."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PAGE = (files("mlxspec.server") / "page.html").read_text(encoding="utf-8")
 
 
 def shown_text(document: str) -> str:
-    """What a document says outside of its scripts, templates and hidden parts."""
+    """Return a document's visible text, without scripts, templates and hidden parts."""
     document = re.sub(r"(?s)<(script|style|template)\b.*?</\1>", "", document)
     return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", document)).split())
 
 
 def rows(document: str) -> list[list[str]]:
-    """The cells of the table of requests."""
+    """Return the cells of the table of requests."""
     body = re.search(r"(?s)<tbody.*?</tbody>", document)
     assert body
     return [

@@ -1,4 +1,4 @@
-"""Requests that go on from what earlier ones have left write what they write alone."""
+"""Requests that reuse earlier requests' prefixes generate the same output as alone."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ OTHERS = {
         config={**scaled_rope("dynamic", factor=4.0), "max_position_embeddings": 32},
     ),
     "rows that change each other": ARCHITECTURES["phi3small"],
-    "boundable": ARCHITECTURES["qwen3"],  # mlx-lm's Llama heeds no bound
+    "boundable": ARCHITECTURES["qwen3"],  # mlx-lm's Llama ignores max_kv_size
 }
 QUANTISED = {"kv_bits": 8, "kv_group_size": 32, "prefill_step_size": 32}
 CACHES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,7 +66,7 @@ CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "quantised later": ("wide", {**QUANTISED, "quantized_kv_start": 40}),
     **{kind: (kind, {"prefill_step_size": 40}) for kind in OTHERS},
 }
-"""Kinds of caches and options, of which some depend on the chunks of prompts."""
+"""Kinds of caches and options; some depend on the prompt's chunks."""
 
 
 @cache
@@ -81,14 +81,14 @@ def tokens_of(n: int, seed: int = 0) -> list[int]:
 
 @pytest.fixture(autouse=True)
 def warnings() -> Iterator[list[str]]:
-    """The warnings of caches. A test that causes some checks them, and empties the list."""
+    """The warnings of caches. A test that provokes some checks this list and empties it."""
     with logged_by("mlxspec.server") as lines:
         yield lines
     assert not lines
 
 
 class Requests:
-    """Requests to a decoder, as a server runs them."""
+    """Runs requests to a decoder like a server."""
 
     def __init__(
         self, kind: str | mlxspec.Decoder = "plain", max_bytes: int = ENOUGH, **options: Any
@@ -123,7 +123,7 @@ class Requests:
             self.end(request)
 
     def answer(self, prompt: Sequence[int], n: int = 6, partition: str = "") -> Request:
-        """Run one request, and compare it with one that runs alone."""
+        """Run a request and compare it with one that runs alone."""
         request = self.start(prompt, n, partition)
         self.run()
         assert request.tokens == self.alone(prompt, n)
@@ -251,7 +251,7 @@ def test_several_answers_to_one_prompt_run_it_once(kind: str) -> None:
         requests.engine.turn()
     others = [requests.start(prompt) for _ in range(2)]
     requests.run()
-    # At least up to the mark near the prompt's end, which comes before the rest has run.
+    # At least up to the checkpoint near the prompt's end, which is reached before the rest has run.
     assert all(request.reused >= len(prompt) - 17 for request in others)
     assert {tuple(r.tokens) for r in [first, *others]} == {tuple(requests.alone(prompt, 6))}
 
@@ -272,7 +272,7 @@ def test_what_was_run_for_a_cancelled_request_is_kept(kind: str) -> None:
     requests, prompt = Requests(kind), tokens_of(200)
     running = requests.start(tokens_of(30, 5), n=40)
     requests.engine.turn()
-    requests.engine.stall = 1e-9  # so chunks are as short as may be
+    requests.engine.stall = 1e-9  # so that chunks are as short as possible
     cancelled = requests.start(prompt)
     for _ in range(4):
         requests.engine.turn()
@@ -321,7 +321,7 @@ def test_eight_bits_a_value_can_be_shared_from_where_they_begin() -> None:
     requests.answer([*system, *tokens_of(30, 1)])
     assert requests.answer([*system, *tokens_of(30, 2)]).reused == len(system)
     assert requests.answer([*system[:95], *tokens_of(30, 3)]).reused == 0
-    # One that is quantised at its own end leaves nothing to others, and they nothing to it.
+    # A cache quantised at its own end shares nothing with others.
     requests.answer(system[:95])
     assert requests.answer(system[:95]).reused == 0
 
@@ -363,7 +363,7 @@ def test_the_entries_that_were_used_longest_ago_make_room() -> None:
     requests.answer(prompts[0])
     requests.answer(prompts[3])
     assert requests.cache.nbytes == 3 * size
-    assert requests.answer(prompts[1]).reused == 0  # which makes the third one go
+    assert requests.answer(prompts[1]).reused == 0  # which evicts the third one
     assert requests.answer(prompts[0]).reused == len(prompts[0]) - 1
     assert requests.cache.evictions == 2
     assert requests.cache.make_room(size + 1) == 2 * size
@@ -391,7 +391,7 @@ def test_the_memory_of_entries_is_what_is_counted_and_goes_back(kind: str) -> No
         requests.run()
     mx.synchronize()
     taken = mx.get_active_memory() - before
-    # States may be views of a few rows, and masks and the like are kept beside them.
+    # States may be views of a few rows, and masks and similar arrays are kept beside them.
     assert 0.9 * taken - 50_000 <= requests.cache.nbytes <= 1.1 * taken + 50_000
     requests.cache.make_room(ENOUGH)
     mx.synchronize()
@@ -399,7 +399,7 @@ def test_the_memory_of_entries_is_what_is_counted_and_goes_back(kind: str) -> No
 
 
 def address(values: mx.array) -> int:
-    """Where in memory the values stand."""
+    """Return the address of an array's values."""
     return int(np.asarray(memoryview(values)).ctypes.data)
 
 
@@ -423,14 +423,14 @@ def test_a_copy_holds_its_own_part_alone_and_is_written_where_it_stands() -> Non
     assert before == after
 
 
-# --- whatever comes, in whatever order ---
+# --- random requests in random order ---
 
 steps = st.tuples(
     st.sampled_from(["start", "start", "start", "turn", "turn", "cancel", "room"]),
-    st.integers(0, 3),  # whose conversation
-    st.floats(0, 1),  # how much of an earlier one it begins with
-    st.integers(1, 60),  # tokens of its own
-    st.integers(1, 8),  # of the answer
+    st.integers(0, 3),  # the conversation's number
+    st.floats(0, 1),  # the share of an earlier one that it starts with
+    st.integers(1, 60),  # its own tokens
+    st.integers(1, 8),  # the answer's tokens
 )
 
 
@@ -448,7 +448,7 @@ def test_whatever_runs_beside_and_before_a_request_its_answer_is_its_own(
 ) -> None:
     kind, options = CACHES[caches]
     requests = Requests(kind, max_bytes, **options)
-    sizes = cycle(chunks)  # as others leave time for them
+    sizes = cycle(chunks)  # the chunks that other requests leave time for
     requests.engine._chunk = lambda: next(sizes)
     contexts: list[list[int]] = [tokens_of(40)]
     started: list[Request] = []
@@ -503,7 +503,7 @@ def test_a_cache_outlives_its_process(kind: str, tmp_path: Path) -> None:
     request = after.answer([*contexts[1], 1, 2], partition="key")
     assert request.reused == len(contexts[1]) - 1
     after.cache.save(directory)
-    assert len(set(directory.iterdir()) & set(files)) == 2  # one has been continued
+    assert len(set(directory.iterdir()) & set(files)) == 2  # one was continued
     third = Requests(kind)
     third.cache.load(directory)
     assert third.cache.entries == after.cache.entries
@@ -570,7 +570,7 @@ def test_a_file_that_cannot_be_used_is_left_out_with_a_line(
     after.cache.load(tmp_path)
     assert [after.answer(prompt).reused for prompt in prompts] == [0, 49]
     assert warnings.pop().startswith(f"{path}: ignored")
-    if spoil is not unreadable:  # a directory, which may have anything in it, stays
+    if spoil is not unreadable:  # directories are never removed
         after.cache.save(tmp_path)
         healed = Requests()
         healed.cache.load(tmp_path)

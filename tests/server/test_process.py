@@ -1,4 +1,4 @@
-"""``mlxspec serve`` as a process of its own: how it ends."""
+"""``mlxspec serve`` as a process: how it ends."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ import httpx
 import pytest
 
 from mlxspec.cli.serve import _listening
-from tests.support.brake import until
+from tests.support.brake import wait_until
 from tests.support.scripted_model import write_scripted_model
 
 pytestmark = pytest.mark.slow
 
 ROUND = ("one", " two", " three", " four", "\n")
-SECONDS = 60  # to start or end in, on a busy machine
+SECONDS = 60  # seconds to start or end, on a busy machine
 
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that says "one two three four" over and over, a line each."""
+    """A model that repeats the line "one two three four" without end."""
     return write_scripted_model(tmp_path_factory.mktemp("serve") / "endless", ROUND)
 
 
 class Process:
-    """A server in a process of its own.
+    """A server process.
 
     Attributes:
-        address: where it answers.
-        at: the same, for sockets.
-        lines: what it has written to standard error since it was ready.
+        address: its URL.
+        at: its host and port, for sockets.
+        lines: its standard error since it was ready.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -68,7 +68,7 @@ class Process:
             pass
 
     def rest(self) -> list[str]:
-        """The lines that nobody has waited for, once the process has ended."""
+        """Wait for the end of the process; return the unread lines."""
         self._reading.join(SECONDS)
         return [self.lines.get() for _ in range(self.lines.qsize())]
 
@@ -76,17 +76,17 @@ class Process:
         self.process.send_signal(number)
 
     def wait(self) -> int:
-        """The exit status."""
+        """Wait for the process; return its exit status."""
         return self.process.wait(SECONDS)
 
 
 @contextmanager
 def serving(model: Path, *arguments: str) -> Iterator[Process]:
-    """A server that answers; what is left of it at the end of the block is killed.
+    """Run a server; at the end of the block, kill it if it still runs.
 
     Args:
-        model: what it serves.
-        arguments: more of them.
+        model: the model to serve.
+        arguments: further arguments.
     """
     command = "from mlxspec.__main__ import main; main()"
     process = subprocess.Popen(
@@ -105,7 +105,7 @@ def serving(model: Path, *arguments: str) -> Iterator[Process]:
 
 @contextmanager
 def stream_of(server: Process, max_tokens: int) -> Iterator[Iterator[str]]:
-    """The lines of a streamed answer, of which the first has come."""
+    """Start a streamed answer; return its lines after the first has arrived."""
     body = {"prompt": "one", "max_tokens": max_tokens, "stream": True}
     url = f"{server.address}/v1/completions"
     with httpx.stream("POST", url, json=body, timeout=SECONDS) as answer:
@@ -129,7 +129,7 @@ def listens(server: Process) -> bool:
     except httpx.ConnectError:
         return False
     except httpx.TransportError:
-        pass  # it was about to end
+        pass  # it was about to exit
     return True
 
 
@@ -138,7 +138,7 @@ def test_ctrl_c_lets_running_requests_end(endless: Path) -> None:
         with stream_of(server, 3000) as lines:
             server.signal(signal.SIGINT)
             server.wait_for_line("600 s for running requests to end")
-            until(lambda: not listens(server))
+            wait_until(lambda: not listens(server))
             rest = [line for line in lines if line]
         assert '"finish_reason": "length"' in rest[-2]
         assert rest[-1] == "data: [DONE]"
@@ -191,7 +191,7 @@ def test_nobody_holds_up_the_end(endless: Path, tmp_path: Path, sent: str, runs:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
             client.connect(server.at)
             client.sendall(sent.encode())
-            until(lambda: running(server) == runs)
+            wait_until(lambda: running(server) == runs)
             server.signal(signal.SIGTERM)
             assert server.wait() == 0
     assert len([*kept.rglob("*.safetensors")]) >= 1
@@ -199,12 +199,12 @@ def test_nobody_holds_up_the_end(endless: Path, tmp_path: Path, sent: str, runs:
 
 
 def running(server: Process) -> int:
-    """How many generations run."""
+    """Return the number of running generations."""
     return len(httpx.get(f"{server.address}/status", timeout=SECONDS).json()["requests"])
 
 
 def test_prefixes_are_kept_by_a_server_that_is_terminated(endless: Path, tmp_path: Path) -> None:
-    """As systemd and Docker do it."""
+    """systemd and Docker end servers like this."""
     kept = tmp_path / "kept"
     body = {"prompt": "one two three four\n" * 20, "max_tokens": 4}
     cached = []
@@ -228,12 +228,12 @@ def load(*_):
 
 serve._Loader.load = load
 """
-"""Makes a load take ten minutes, in code that no signal interrupts."""
+"""Code that makes a load take ten minutes and that no signal interrupts."""
 
 
 @contextmanager
 def loading(model: Path, port: int) -> Iterator[subprocess.Popen[str]]:
-    """A server that has begun to load its model, which takes ten minutes."""
+    """A server that has started to load its model, which takes ten minutes."""
     command = f"{SLOWLY}\nfrom mlxspec.__main__ import main; main()"
     with subprocess.Popen(
         [sys.executable, "-c", command, "serve", str(model), "--port", str(port), "-q"],

@@ -1,4 +1,4 @@
-"""Conversations and texts become the tokens that the model's own template and tokenizer give."""
+"""Conversations and texts become the tokens of the model's own template and tokenizer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def mistral(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer
 
 
 def refused(**fields: Any) -> str | None:
-    """The field that the error names."""
+    """Return the field that the error names."""
     with pytest.raises(ApiError) as caught:
         chat(**fields)
     assert caught.value.status == 400
@@ -159,7 +159,7 @@ def test_the_prompt_decides_where_the_output_begins() -> None:
     quiet = chat(enable_thinking=False)
     assert quiet.format.initial == "normal"
     assert text_of(quiet).endswith("<think>\n\n</think>\n\n")
-    # What the user writes is no marker of the answer.
+    # The user's text is not taken for a marker of the answer.
     said = chat(messages=[{"role": "user", "content": "<think>"}])
     assert said.format.initial == "normal"
 

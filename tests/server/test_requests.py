@@ -1,4 +1,4 @@
-"""Bodies become checked requests, or errors that name the field."""
+"""Bodies become validated requests, or errors that name the field."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def completion(**fields: Any) -> CompletionBody:
 
 
 def effect(request: ApiBody) -> dict[str, Any]:
-    """All that a request asks for, whatever it was sent as."""
+    """Return all settings of a request, independent of its notation."""
     return request.model_dump()
 
 
@@ -80,7 +80,7 @@ def effect(request: ApiBody) -> dict[str, Any]:
         ({"format": "json"}, Constraint.json_object(), "format"),
         ({"format": SCHEMA}, Constraint.json_schema(SCHEMA), "format"),
         (
-            {  # as guidance's VLLMModel sends it, for old and new servers
+            {  # sent by guidance's VLLMModel, for old and new servers
                 "guided_decoding_backend": "guidance",
                 "guided_grammar": "start: /x/",
                 "structured_outputs": {"grammar": "start: /x/"},
@@ -132,7 +132,7 @@ def test_constraints_have_many_names(
 
 
 def param_of(body: object, parse: Any = parse_chat) -> str | None:
-    """The field that the error names."""
+    """Return the field that the error names."""
     with pytest.raises(ApiError) as caught:
         parse(body)
     error = caught.value
@@ -198,7 +198,7 @@ def test_null_is_absent_within_objects_too() -> None:
 
 def test_what_no_server_knows_is_ignored() -> None:
     assert effect(chat(frobnicate=[1], **{"": 0})) == effect(chat())
-    nested = {"format": {"type": "json_object"}}  # these objects have no such field
+    nested = {"format": {"type": "json_object"}}  # these objects lack the field
     for name in ("stream_options", "prediction", "mlxspec", "reasoning"):
         assert effect(chat(**{name: nested})) == effect(chat()), name
 
@@ -593,7 +593,7 @@ def test_texts_and_ids_to_convert() -> None:
     assert param_of({}, parse_detokenize) == "tokens"
 
 
-# --- whatever is sent ---
+# --- fuzzing ---
 
 FULL_CHAT = {
     "model": "m",
@@ -654,13 +654,13 @@ FULL_COMPLETION = {
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths to everything in a JSON value."""
+    """Return the paths to all parts of a JSON value."""
     keys = value if isinstance(value, dict) else range(len(value) if type(value) is list else 0)
     return [path, *(place for key in keys for place in places(value[key], (*path, key)))]
 
 
 def hostile(body: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """A body in which some values are others, or those of another place."""
+    """Generate a body with some values replaced by others or by those of another place."""
     everywhere = places(body)[1:]
     values = json_values | st.sampled_from(everywhere).map(lambda place: _at(body, place))
     edits = st.lists(st.tuples(st.sampled_from(everywhere), values), min_size=1, max_size=3)
@@ -679,7 +679,7 @@ def _edited(body: Any, edits: list[tuple[tuple[Any, ...], Any]]) -> Any:
         try:
             _at(body, path[:-1])[path[-1]] = copy.deepcopy(value)
         except (TypeError, KeyError, IndexError):
-            continue  # an earlier edit has removed the place
+            continue  # an earlier edit removed the place
     return body
 
 
@@ -702,7 +702,7 @@ def test_any_completion_body_is_a_request_or_a_400(body: Any) -> None:
 
 
 def check_any(parse: Any, body: Any) -> None:
-    """A body is read, or refused with an error that can be sent."""
+    """Assert that a body is read or refused with an error that can be sent."""
     try:
         request = parse(read_body(json.dumps(body).encode()))
         request.sampling(request.n - 1)
@@ -724,8 +724,8 @@ def test_ids_are_those_that_the_model_has() -> None:
 def test_a_text_s_token_that_the_model_lacks_is_named() -> None:
     tokenizer = chat_tokenizer()
     ids = tokenizer.encode("a<|im_start|>", add_special_tokens=False)
-    told = rf"messages has the token <\|im_start\|> \(id {ids[-1]}\), which the model lacks: leave"
-    with pytest.raises(ApiError, match=told):
+    error = rf"messages has the token <\|im_start\|> \(id {ids[-1]}\), which the model lacks: leave"
+    with pytest.raises(ApiError, match=error):
         check_ids(ids, ids[-1], "messages", tokenizer)
     with pytest.raises(ApiError, match="prompt has the id 9999: send ids from 0 to 63"):
         check_ids([9999], 64, "prompt", tokenizer)

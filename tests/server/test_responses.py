@@ -1,4 +1,4 @@
-"""OpenAI's client gets from ``/v1/responses`` what it expects, and what chats get too."""
+"""OpenAI's client at ``/v1/responses``, and equality with chats."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def made(client: OpenAI, **fields: Any) -> Response:
 
 
 def events_of(server: Running, **fields: Any) -> list[Any]:
-    """The events of a raw stream, each with its name in both places."""
+    """Return a raw stream's events; check that each has its name in both places."""
     body = {"model": "small", "input": "Hello there", "stream": True, **fields}
     answer = httpx.post(f"{server.address}/v1/responses", json=body, timeout=60)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -168,7 +168,7 @@ def test_what_is_not_served_here_is_said(server: Running, path: str) -> None:
 
 
 def test_keep_alives_come_before_the_first_token() -> None:
-    """As events: comments do not count for some clients."""
+    """They are events, since some clients ignore comments."""
     body = {"input": "Hello there", "stream": True, "max_output_tokens": 2}
     with (
         running_server(keep_alive=0.02) as server,
@@ -188,14 +188,14 @@ def test_keep_alives_come_before_the_first_token() -> None:
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose model asks for the weather in Paris, and then says that it is sunny."""
+    """A server whose model calls a tool for the weather in Paris, then says that it is sunny."""
     with scripted_caller(tmp_path_factory.mktemp("tools") / "m", PIECES) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """The same, of a model that writes its call for a custom tool."""
+    """The same, with a model that calls a custom tool."""
     pieces = [piece.replace("city", "input").replace("Paris", r"Par\u00efs\n") for piece in PIECES]
     with scripted_caller(tmp_path_factory.mktemp("tools") / "m", pieces) as running:
         yield running
@@ -270,13 +270,13 @@ def test_a_custom_tool_gets_a_text(writer: Running, choice: Any) -> None:
 
 @pytest.fixture(scope="module")
 def chatml() -> Iterator[Running]:
-    """A server whose model knows tools, and writes whatever it writes."""
+    """A server whose model takes tools and writes arbitrary text."""
     with running_server(served_with_tools()) as running:
         yield running
 
 
 def as_chat(turns: int) -> tuple[list[Any], list[Any]]:
-    """A conversation with tools, as messages and as items."""
+    """Return a conversation with tools as messages and as items."""
     messages: list[Any] = [
         {"role": "developer", "content": "You are an agent."},
         {"role": "user", "content": "Look at the files."},
@@ -314,7 +314,7 @@ def test_a_chat_and_its_response_are_the_same(chatml: Running) -> None:
     response = made(client, input=items, tools=[TOOL], max_output_tokens=16)
     assert response.output_text == chat.choices[0].message.content
     assert response.usage
-    # All of the chat's prompt is found: the ids are the same.
+    # The chat's whole prompt is cached, since the ids are the same.
     assert response.usage.input_tokens_details.cached_tokens >= len(tokens) - 1
 
 

@@ -1,4 +1,4 @@
-"""Answers in the form of the Responses API, by the types of OpenAI's own client library."""
+"""Answers match the Responses API, checked with the types of OpenAI's client library."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.server.test_responses_requests import CODEX
 Stored = tuple[dict[str, Any], Sequence[dict[str, Any]]]
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 OURS = {"presence_penalty", "frequency_penalty", "store", "bytes", "status", "name"}
-"""Fields that the API's description has, or other APIs, and the library's types have not."""
+"""Fields of the API's description or of other APIs that the library's types lack."""
 
 TOOLS = [
     {"type": "function", "name": "f", "parameters": None, "strict": None},
@@ -65,15 +65,15 @@ def answered(kept: list[Stored] | None = None, **fields: Any) -> ResponsesAnswer
 
 
 def valid(event: dict[str, Any]) -> Any:
-    """The event as the client library has it: no field missing, wrong, or unknown but ours."""
+    """Parse an event with the client library; assert that its only extra fields are ours."""
     parsed = EVENTS.validate_python(json.loads(json.dumps(event, allow_nan=False)))
     assert parsed.type == event["type"]
     assert extras(parsed) <= OURS
     return parsed
 
 
-def told(answer: ResponsesAnswer, batches: Sequence[Sequence[Event]]) -> list[Any]:
-    """All events of a stream, checked and counted."""
+def all_events(answer: ResponsesAnswer, batches: Sequence[Sequence[Event]]) -> list[Any]:
+    """Return all events of a stream; check them and their numbers."""
     events = answer.begin()
     for batch in batches:
         events += answer.feed(batch)
@@ -87,7 +87,7 @@ def types(events: Sequence[Any]) -> list[str]:
 
 def test_a_text_has_the_events_of_a_message() -> None:
     answer = answered(stream=True)
-    events = told(answer, [pieces("Hello"), [ended()]])
+    events = all_events(answer, [pieces("Hello"), [ended()]])
     assert types(events) == [
         *("created", "in_progress", "output_item.added", "content_part.added"),
         *("output_text.delta", "output_text.done", "content_part.done", "output_item.done"),
@@ -102,7 +102,7 @@ def test_a_text_has_the_events_of_a_message() -> None:
     assert answer.end == ""
 
 
-def test_usage_tells_what_was_cached_and_what_was_reasoned() -> None:
+def test_usage_reports_cached_and_reasoning_tokens() -> None:
     answer = answered()
     answer.feed([*pieces("<think>\nHm, well.\n</think>\nYes", length=1), ended(cached_tokens=3)])
     usage = Response.model_validate(answer.whole()).usage
@@ -113,7 +113,7 @@ def test_usage_tells_what_was_cached_and_what_was_reasoned() -> None:
 
 def test_reasoning_calls_and_text_are_items() -> None:
     answer = answered(stream=True, tools=TOOLS)
-    events = told(answer, [[event] for event in (*pieces(CALLS, length=5), ended())])
+    events = all_events(answer, [[event] for event in (*pieces(CALLS, length=5), ended())])
     reasoning, message, f, g, patch = events[-1].response.output
     assert (reasoning.type, reasoning.content[0].text, reasoning.summary) == (
         "reasoning",
@@ -151,12 +151,12 @@ def test_reasoning_calls_and_text_are_items() -> None:
 def test_the_client_puts_the_events_together_to_the_whole_response(
     output: str, length: int, batch: int, reason: str
 ) -> None:
-    """However the tokens come, by OpenAI's own accumulation."""
+    """OpenAI's own accumulation does it, for any batches of tokens."""
     fields = {"tools": TOOLS, "include": ["message.output_text.logprobs"], "top_logprobs": 1}
     happening = [*pieces(output, 0, length, logprob=-0.5, top=((65, -0.5),)), ended(reason=reason)]
     answer = answered(stream=True, **fields)
     batches = [happening[at : at + batch] for at in range(0, len(happening), batch)]
-    events = told(answer, batches)
+    events = all_events(answer, batches)
     state: Any = ResponseStreamState(input_tools=[], text_format=omit)
     for event in events:
         state.handle_event(event)
@@ -176,7 +176,7 @@ def test_the_client_puts_the_events_together_to_the_whole_response(
 
 
 def bare(item: dict[str, Any]) -> dict[str, Any]:
-    """An item without what is drawn at random."""
+    """Remove an item's random ids."""
     return {name: item[name] for name in item if name not in ("id", "call_id")}
 
 
@@ -184,12 +184,12 @@ def bare(item: dict[str, Any]) -> dict[str, Any]:
 def test_the_input_of_a_custom_tool_is_read_as_it_comes(
     text: str, ascii: bool, length: int
 ) -> None:
-    """By the standard library's reader of JSON."""
+    """The standard library's JSON parser is the reference."""
     written = json.dumps({"input": text}, ensure_ascii=ascii)
     output = f'<tool_call>{{"name": "patch", "arguments": {written}}}</tool_call>'
     answer = answered(stream=True, tools=TOOLS)
     happening = [Piece(0, output[at : at + length], 65) for at in range(0, len(output), length)]
-    events = told(answer, [[event] for event in (*happening, ended())])
+    events = all_events(answer, [[event] for event in (*happening, ended())])
     expected = json.loads(written)["input"].encode("utf-16", "surrogatepass")
     (call,) = events[-1].response.output
     assert call.input.encode("utf-16") == expected
@@ -224,7 +224,7 @@ def test_logprobs_are_those_of_the_text() -> None:
         Piece(0, "x", 88, logprob=-0.5),
         Piece(0, "</think>", end, logprob=-0.5),
     ]
-    events = told(answer, [[event] for event in (*think, *letters, ended())])
+    events = all_events(answer, [[event] for event in (*think, *letters, ended())])
     content = events[-1].response.output[-1].content[0]
     assert [one.token for one in content.logprobs] == ["H", "i", "!"]
     assert [len(one.top_logprobs) for one in content.logprobs] == [1, 1, 1]
@@ -267,9 +267,9 @@ def test_an_error_in_the_midst_is_a_failed_response() -> None:
         assert (failed.response.error.code, failed.response.error.message) == (code, error.message)
         assert failed.response.output[0].status == "incomplete"
         assert failed.response.output_text == "Hello"
-    # Not among the types, and what agents look for.
-    told = answered(stream=True).failed(ApiError("long", code="context_length_exceeded"))
-    assert told["response"]["error"]["code"] == "context_length_exceeded"
+    # The types lack this code, but agents check it.
+    event = answered(stream=True).failed(ApiError("long", code="context_length_exceeded"))
+    assert event["response"]["error"]["code"] == "context_length_exceeded"
 
 
 def test_a_response_is_kept_unless_it_should_not_be() -> None:
@@ -329,7 +329,7 @@ def test_bytes_are_bounded() -> None:
 
 @pytest.mark.slow
 def test_memory_is_bounded_as_the_bytes_are() -> None:
-    """An agent's tools, in each of its responses, take four times as much as objects."""
+    """As Python objects, an agent's tools in each of its responses take four times their bytes."""
     kept: list[Stored] = []
     store = ResponseStore()
     tracemalloc.start()

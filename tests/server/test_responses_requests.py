@@ -1,4 +1,4 @@
-"""Bodies of the Responses API become requests for a chat, or errors that name the field."""
+"""Bodies of the Responses API become chat requests, or errors that name the field."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ CODEX: dict[str, Any] = {
     "client_metadata": {"session_id": "a-b-c"},
     "service_tier": "auto",
 }  # fmt: skip
-"""As Codex sends it in the midst of a turn."""
+"""A body that Codex sends in the middle of a turn."""
 
 FULL = {
     **CODEX,
@@ -124,13 +124,13 @@ def test_an_item_is_inserted_once() -> None:
     reference = {"type": "item_reference", "id": "msg_1_0"}
     assert asked(input=[reference]).items == [KEPT]
     assert asked(input=[{"id": "msg_1_0"}]).items == [KEPT]
-    with pytest.raises(ApiError, match="already used") as caught:
+    with pytest.raises(ApiError, match="was used before") as caught:
         asked(input=[reference, reference])
     assert caught.value.param == "input[1].id"
 
 
 def wrong(**fields: Any) -> str | None:
-    """The field that the error names."""
+    """Return the field that the error names."""
     return param_of({"input": "Hello", **fields}, parsed)
 
 
@@ -184,10 +184,10 @@ def test_what_is_kept_is_the_whole_conversation() -> None:
     request = parsed({**FULL, "input": CODEX["input"]})
     assert request.items == [FIRST, KEPT, *CODEX["input"]]
     whole = {"id": "r", "object": "response", "created_at": 0, "model": "m", "output": []}
-    told = Response.model_validate({**whole, **request.repeated()})
-    assert told.temperature == 0.5
-    assert told.metadata == {"a": "b"}
-    assert (told.truncation, told.text and told.text.verbosity) == ("disabled", "low")
+    response = Response.model_validate({**whole, **request.repeated()})
+    assert response.temperature == 0.5
+    assert response.metadata == {"a": "b"}
+    assert (response.truncation, response.text and response.text.verbosity) == ("disabled", "low")
 
 
 def test_options_are_those_of_a_chat() -> None:
@@ -203,11 +203,11 @@ def test_options_are_those_of_a_chat() -> None:
 
 
 def test_null_is_absent() -> None:
-    told = asked().repeated()
-    assert asked(**dict.fromkeys(FULL.keys() - {"input", "metadata"})).repeated() == told
+    expected = asked().repeated()
+    assert asked(**dict.fromkeys(FULL.keys() - {"input", "metadata"})).repeated() == expected
     nulls = ("background", "conversation", "prompt", "n", "response_format", "mlxspec")
-    assert asked(**dict.fromkeys(nulls)).repeated() == told
-    assert asked(background=False, conversation=None).repeated() == told
+    assert asked(**dict.fromkeys(nulls)).repeated() == expected
+    assert asked(background=False, conversation=None).repeated() == expected
 
 
 def test_tools_may_be_named_and_bounded() -> None:

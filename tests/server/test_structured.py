@@ -1,4 +1,4 @@
-"""Answers are what a request's schema, regex or grammar says; calls of strict tools are, too."""
+"""Answers match a request's schema, regex or grammar, and so do calls of strict tools."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HELLO: list[Any] = [{"role": "user", "content": "Hello there"}]
 
 
 class Person(BaseModel):
-    """What an answer is read as."""
+    """The type that answers are parsed into."""
 
     name: str = Field(max_length=8)
     age: int = Field(ge=0, le=99)
@@ -218,7 +218,7 @@ OTHER: dict[str, Any] = {"type": "function", "function": {"name": "other"}}
 
 @pytest.fixture(scope="module")
 def thinker() -> Iterator[Running]:
-    """A random model of bytes that reasons and calls tools."""
+    """A random byte-level model that reasons and calls tools."""
     with running_server(served_random(MARKERS, "thinker")) as running:
         yield running
 
@@ -234,7 +234,7 @@ def test_a_constraint_begins_after_the_reasoning(thinker: Running) -> None:
         "temperature": 1.0,
         "seed": 2,
         "max_tokens": 400,
-        # Reasoning of a random model would hardly end.
+        # A random model's reasoning would rarely end.
         "logit_bias": {str(token("</think>")): 4, str(token("<|im_end|>")): 9},
         "extra_body": {"chat_template_kwargs": {"force_thinking": True}},
     }
@@ -251,7 +251,7 @@ def test_a_model_that_opens_reasoning_itself_may(thinker: Running) -> None:
     answer = chat(client, **fields, logit_bias=opens).choices[0]
     assert answer.message.reasoning_content
     jsonschema.validate(json.loads(answer.message.content), SCHEMA)
-    # A bias cannot make it write what the constraint does not allow.
+    # A bias cannot override the constraint.
     ends = {str(token("<|im_end|>")): 100, str(token("<think>")): -100}
     answer = chat(client, **fields, logit_bias=ends).choices[0]
     jsonschema.validate(json.loads(answer.message.content), SCHEMA)

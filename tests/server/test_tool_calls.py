@@ -1,7 +1,7 @@
-"""Calls arrive as the formats' definitions say, wherever an output is cut into segments.
+"""Tool calls are parsed by their formats' definitions, however an output is split.
 
-The truth are writers of our own, which write a call as the models' chat templates do, and outputs
-with their meanings.
+The references are writers that format a call like the models' chat templates, and outputs with
+their expected events.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def events(format: OutputFormat, *segments: str, cut: bool = False) -> list[Even
 
 
 def read(format: OutputFormat, output: str, **fields: Any) -> list[Event]:
-    """The events of an output, the same wherever it is cut in two, and character by character."""
+    """Parse an output; check that it gives the same events in two parts and by characters."""
     whole = events(format, output, **fields)
     assert events(format, *output, **fields) == whole
     step = max(1, len(output) // 150)
@@ -279,7 +279,7 @@ def test_every_format_has_a_writer() -> None:
     assert {parser for parser, _ in WRITERS} == {*CALL_FORMATS}
 
 
-# --- what is written is read ---
+# --- written calls are read back ---
 
 CODE = "    if x:\n        return 1\n"
 ARGUMENTS: Sequence[Arguments] = [
@@ -390,7 +390,7 @@ def test_any_arguments_come_back(
 ) -> None:
     parser, write = written_by
     options = arguments.get("options", {})
-    if "gemma" in parser:  # whose objects are sorted, and have no null in them
+    if "gemma" in parser:  # whose objects are sorted and contain no null
         assume(None not in options.values())
     output = write(("read", arguments))
     ends = sorted({cut for cut in cuts if cut < len(output)})
@@ -430,7 +430,7 @@ def test_damaged_outputs_are_the_same_at_every_cut(
     assert texts_of(output[:at], output[at:]) == whole
 
 
-# --- outputs and what they mean ---
+# --- outputs and their events ---
 
 PATH = "<tool_call>\n<function=read>\n<parameter={}>\n{}\n</parameter>\n</function>{}\n</tool_call>"
 

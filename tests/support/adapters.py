@@ -1,4 +1,4 @@
-"""Adapters for the demo model, as mlx-lm's own functions make them."""
+"""LoRA and other adapters for the demo model, made by mlx-lm's own functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KIND = {"num_layers": 2, "lora_parameters": {"rank": 4, "scale": 2.0, "dropout"
 
 
 def write_adapters(directory: Path, *, dora: bool = False, seed: int = 0) -> Path:
-    """Random adapters that change what the demo model says."""
+    """Write random adapters that change the demo model's output."""
     directory.mkdir(parents=True)
     model, _ = mlx_lm.load(str(DEMO_DIRECTORY))
     linear_to_lora_layers(model, _KIND["num_layers"], _KIND["lora_parameters"], use_dora=dora)

@@ -1,9 +1,9 @@
-"""Settings of the small models, as mlx-lm's architectures name them."""
+"""Configurations of the small test models, with mlx-lm's names."""
 
 from __future__ import annotations
 
 WINDOW = 16
-"""Positions in a sliding window; generations of the tests are longer."""
+"""Positions in a sliding window, shorter than the tests' generations."""
 
 
 def alternating(first: str, second: str, layers: int) -> list[str]:

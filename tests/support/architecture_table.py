@@ -26,7 +26,7 @@ The table shows which drafts these models verify, and why. Small models of each
 architecture were run to find out, and their output equals mlx-lm's token for token
 (`tests/engine/test_architectures.py`). `mlxspec inspect MODEL` does the same for any
 model. **tree**: branching drafts. **chain**: one continuation. **replay**: one continuation;
-some states cannot be cut back, so after a rejection they are computed again for the accepted
+some states cannot be trimmed, so after a rejection they are computed again for the accepted
 tokens: from the step's intermediate results, which takes a few small operations per layer, or,
 where that is not possible, by running these tokens again. **plain**: no drafts, token by token.
 
@@ -45,7 +45,7 @@ and the server shares no part of them. This applies to models that verify no dra
 
 
 def page() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     rows = [
         row(architecture, *examined(model), model)
         for architecture in ARCHITECTURES.values()
@@ -55,7 +55,7 @@ def page() -> str:
 
 
 def notes() -> list[str]:
-    """The lines below the table: what it leaves out."""
+    """Return the notes below the table, on architectures that it omits."""
     others = [f"`{other}` ({name})" for other, name in sorted(MODEL_REMAPPING.items())]
     return [
         "PLaMo 3: rows in one chunk see more of the window than one by one, so the answer to a "
@@ -72,7 +72,7 @@ def notes() -> list[str]:
 def row(
     architecture: Architecture, capability: Capability, reason: str, model: nn.Module | None = None
 ) -> str:
-    """One architecture's line, or its beginning where the model is not given to be tried."""
+    """Return an architecture's row; without a model to probe, only its first columns."""
     caches = sorted(
         {type(cache).__name__ for cache in parts(make_prompt_cache(architecture.model()))}
     )

@@ -1,4 +1,4 @@
-"""Small random models of mlx-lm's architectures, by the names that people know them by."""
+"""Small random models of mlx-lm's architectures, by their common names."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ from tests.support.rarer_architectures import RARER, nested
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to build a small model, and the capability that it should have.
+    """How to build a small model, and its expected capability.
 
-    ``published`` names models that people run; docs/architectures.md shows it.
+    ``published`` names well-known models, which docs/architectures.md shows.
     """
 
     capability: Capability
@@ -51,7 +51,7 @@ class Architecture:
     config: dict[str, object] = field(default_factory=dict)
 
     def model(self) -> nn.Module:
-        """A model whose output depends on its context, which small random weights hide."""
+        """Return a random model whose output clearly depends on its context."""
         model = random_model(self.model_type, **self.config)
         model.update(tree_map_with_path(livelier, model.parameters()))
         mx.eval(model.parameters())
@@ -59,11 +59,11 @@ class Architecture:
 
 
 def livelier(name: str, weight: mx.array) -> mx.array:
-    projects = weight.ndim >= 2 and not any(part in name for part in _LEFT_AS_THEY_ARE)
+    projects = weight.ndim >= 2 and not any(part in name for part in _UNSCALED)
     return 4 * weight if projects else weight
 
 
-_LEFT_AS_THEY_ARE = ("embed", "wte", "conv", "lm_head", "gate.weight")
+_UNSCALED = ("embed", "wte", "conv", "lm_head", "gate.weight")
 
 
 ARCHITECTURES = {
@@ -286,4 +286,4 @@ KINDS_OF_CACHES = {
     "state and window": "recurrent_gemma",
     "state and full": "lfm2",
 }
-"""An architecture for each kind of caches that sessions keep."""
+"""One architecture for each kind of cache that sessions keep."""

@@ -1,4 +1,4 @@
-"""The ``mlxspec`` command at a terminal."""
+"""Run the ``mlxspec`` command at a pseudo-terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 
 def at_terminal(typed: bytes, *arguments: str, columns: str = "40") -> tuple[int, str]:
-    """The exit status, and all that a terminal shows."""
+    """Return the exit status and everything that the terminal shows."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", "from mlxspec.__main__ import main; main()"]
     process = subprocess.Popen(
@@ -25,7 +25,7 @@ def at_terminal(typed: bytes, *arguments: str, columns: str = "40") -> tuple[int
     while True:
         try:
             part = os.read(ours, 4096)
-        except OSError:  # how Linux says that nobody writes there any more
+        except OSError:  # Linux reports the end of the output this way
             break
         if not part:
             break

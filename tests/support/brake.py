@@ -1,4 +1,4 @@
-"""A brake on a Llama's forwards, which are counted: they can be made slow, held, made to fail."""
+"""Delay, hold, fail and count a Llama's forwards."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.llama import TransformerBlock
 
-PATIENCE = 10.0  # seconds, after which nothing is held any more and nothing waited for
+PATIENCE = 10.0  # the most seconds to hold a forward or to wait for a condition
 
 
 class Brake:
-    """What happens at each forward of a model.
+    """Controls and records the forwards of a model.
 
     Attributes:
-        seconds: how long each one takes longer.
-        fault: what the next one raises in its last layer, when the others have run.
-        rows: of each forward so far.
-        on_forward: called before each.
+        seconds: extra time for each forward.
+        fault: raised once by the next forward, in its last layer.
+        rows: the number of rows of each forward so far.
+        on_forward: called before each forward.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Brake:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """No forward begins before the end of the block."""
+        """Hold all forwards until the end of the block."""
         self._released.clear()
         try:
             yield
@@ -43,7 +43,7 @@ class Brake:
             self._released.set()
 
     def before(self, rows: int) -> None:
-        """A forward begins."""
+        """Called before each forward."""
         self.on_forward()
         self.rows.append(rows)
         self._released.wait(PATIENCE)
@@ -57,7 +57,7 @@ class Brake:
 
 @contextmanager
 def braked(model: nn.Module) -> Iterator[Brake]:
-    """Put a brake on a model until the end of the block."""
+    """Control a model's forwards until the end of the block."""
     brake, layers, plain = Brake(), model.layers, TransformerBlock.__call__
 
     def call(layer: TransformerBlock, x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,9 +72,9 @@ def braked(model: nn.Module) -> Iterator[Brake]:
         yield brake
 
 
-def until(happened: Callable[[], object]) -> None:
-    """Wait until something is so."""
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds."""
     end = time.monotonic() + PATIENCE
-    while not happened():
-        assert time.monotonic() < end, "it has not happened"
+    while not condition():
+        assert time.monotonic() < end, f"still false after {PATIENCE:.0f} seconds"
         time.sleep(0.002)

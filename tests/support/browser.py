@@ -1,4 +1,4 @@
-"""A browser without a window, for tests that look at pages as a reader does."""
+"""A headless browser that renders pages for tests."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
 
 def screenshot(page: Path, width: int = 1280, height: int = 1000) -> np.ndarray:
-    """What a browser shows of a page that has no network: (height, width, 3), 0 to 255.
+    """Render a page without network access; return its pixels, (height, width, 3), 0 to 255.
 
-    Skips the test where there is no browser.
+    Skip the test if no browser is installed.
     """
-    image = pytest.importorskip("matplotlib.image", reason="needs matplotlib to read a picture")
+    image = pytest.importorskip("matplotlib.image", reason="needs matplotlib to read an image")
     picture = page.with_suffix(".png")
     _browse(page, f"--screenshot={picture}", f"--window-size={width},{height}")
     return np.round(image.imread(picture)[..., :3] * 255).astype(int)
 
 
 def shown_document(page: Path | str) -> str:
-    """The document that a browser has made of a page, after scripts have run if there are any.
+    """Return a page's DOM as HTML, after its scripts have run.
 
     Args:
-        page: a file, or the address of a server on 127.0.0.1, whose page has some seconds, by
-            the browser's own clock, to ask for what it shows.
+        page: a file, or the address of a server on 127.0.0.1. A server's page gets 2.5 seconds
+            of the browser's virtual time to fetch its data.
     """
     if isinstance(page, Path):
         return _browse(page, "--dump-dom")
@@ -39,7 +39,7 @@ def shown_document(page: Path | str) -> str:
 def _browse(page: Path | str, *options: str) -> str:
     browser = next(filter(None, map(shutil.which, _NAMES)), None)
     if browser is None:
-        pytest.skip("needs Chromium, to see what a page looks like")
+        pytest.skip("needs Chromium to render pages")
     with tempfile.TemporaryDirectory() as profile:
         result = subprocess.run(
             [

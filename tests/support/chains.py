@@ -1,4 +1,4 @@
-"""Constraints whose parts refer to each other in a chain, which nests compiling them."""
+"""Constraints with long chains of references, which nest deeply when compiled."""
 
 from __future__ import annotations
 
@@ -36,4 +36,4 @@ CHAINS: Mapping[str, Callable[[int], Constraint]] = {
     "terminals": _grammar("start: T0", 'T{}: "a" T{}', 'T{}: "b"'),
     "GBNF": _grammar("root ::= r0", 'r{} ::= "a" r{}', 'r{} ::= "b"'),
 }
-"""By kind, what makes a chain of so many references."""
+"""By kind, functions that make a chain of the given length."""

@@ -1,4 +1,4 @@
-"""Tokenizers of bytes with the markers and templates of well-known chat models."""
+"""Byte tokenizers with the markers and templates of well-known chat models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHATML = """\
 {%- elif force_thinking %}{{ '<think>\n' }}
 {%- endif %}
 {%- endif %}"""
-"""As Qwen 3's, with a switch for models that always think."""
+"""Like Qwen 3's template, with a switch for models that always think."""
 
 _MARKERS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 
@@ -48,13 +48,13 @@ def chat_tokenizer(
     markers: Sequence[str] = _MARKERS,
     module: str | None = None,
 ) -> TokenizerWrapper:
-    """A tokenizer whose tokens are the 256 bytes and some markers.
+    """Return a tokenizer whose tokens are the 256 bytes and some markers.
 
     Args:
-        parser: mlx-lm's name of the way in which the model calls tools; None for no tools.
-        template: for chats.
-        markers: further tokens.
-        module: mlx-lm's with the form of the model's messages, where they have headers.
+        parser: mlx-lm's name for the model's tool-call format; None for no tools.
+        template: the chat template.
+        markers: additional tokens.
+        module: mlx-lm's module for the message format, if messages have headers.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: index for index, c in enumerate(alphabet)}, []))
@@ -75,18 +75,18 @@ def chat_tokenizer(
 
 
 def harmony_tokenizer(template: str | None = CHATML) -> TokenizerWrapper:
-    """A tokenizer with the markers of gpt-oss."""
+    """Return a tokenizer with the markers of gpt-oss."""
     names = ("start", "end", "message", "channel", "constrain", "return", "call")
     return chat_tokenizer(None, template, tuple(f"<|{name}|>" for name in names))
 
 
 def with_tools(tokenizer: TokenizerWrapper, parser: str, template: str) -> TokenizerWrapper:
-    """A tokenizer for a model that calls tools.
+    """Add a tool-calling format to a tokenizer.
 
     Args:
-        tokenizer: whose tokens it has.
+        tokenizer: supplies the tokens.
         parser: as for :func:`chat_tokenizer`.
-        template: for chats with tools.
+        template: the chat template, with tools.
     """
     fast = copy(tokenizer._tokenizer)
     fast.chat_template = template
@@ -94,7 +94,7 @@ def with_tools(tokenizer: TokenizerWrapper, parser: str, template: str) -> Token
 
 
 def _calls(parser: str) -> dict[str, Any]:
-    """How calls of tools are written and read, for mlx-lm's wrapper."""
+    """Return the tool-call arguments of mlx-lm's wrapper."""
     module = import_module(f"mlx_lm.tool_parsers.{parser}")
     return {
         "tool_parser": module.parse_tool_call,

@@ -1,4 +1,4 @@
-"""The ``mlxspec`` command, which says in a folder what process each rank has."""
+"""The ``mlxspec`` command, which writes each rank's process id to a folder first."""
 
 import os
 import sys

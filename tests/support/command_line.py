@@ -1,4 +1,4 @@
-"""The ``mlxspec`` command in this process."""
+"""Run the ``mlxspec`` command in this process."""
 
 from click.testing import CliRunner, Result
 
@@ -6,5 +6,5 @@ from mlxspec.cli.main import main
 
 
 def run(*arguments: object) -> Result:
-    """Run it with these arguments."""
+    """Run the command with these arguments."""
     return CliRunner().invoke(main, [*map(str, arguments)], prog_name="mlxspec")

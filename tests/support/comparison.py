@@ -1,4 +1,4 @@
-"""Compare what was written, bit for bit."""
+"""Compare saved weights bit for bit."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import mlx.core as mx
 
 
 def tensors(path: Path) -> dict[str, mx.array]:
-    """The weights in a model's safetensors files."""
+    """Load the weights of a model's safetensors files."""
     found: dict[str, mx.array] = {}
     for file in sorted(path.glob("model*.safetensors")):
         found |= mx.load(str(file))
@@ -14,7 +14,7 @@ def tensors(path: Path) -> dict[str, mx.array]:
 
 
 def assert_same_bits(left: dict[str, mx.array], right: dict[str, mx.array]) -> None:
-    """The same names, types and bits."""
+    """Assert that names, types and bits are the same."""
     assert left.keys() == right.keys()
     for name, array in left.items():
         assert array.dtype == right[name].dtype, name

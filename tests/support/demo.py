@@ -1,4 +1,4 @@
-"""The bundled model and a stand-in, each tried once for what it verifies, with given costs."""
+"""The bundled model and a stand-in, each loaded and probed once, with fixed costs."""
 
 from __future__ import annotations
 
@@ -19,58 +19,59 @@ from tests.support.llamas import repetitive_llama
 
 AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
 
-FLAT = {1: 1.0, 16: 1.05, 64: 16.0}  # wider steps would take their time here, too
+FLAT = {1: 1.0, 16: 1.05, 64: 16.0}  # wide steps stay expensive: they are slow in tests, too
 LINEAR = {1: 1.0, 64: 64.0}
 CHAINS = {1: 1.0, 16: 2.5, 64: 8.0}
-"""Rows that are cheap enough for drafts, and too dear for branches."""
+"""Rows are cheap enough for chains and too expensive for branches."""
 
 
 @cache
 def demo() -> Decoder:
-    """A decoder of the bundled model, which is the same for all tests, as is its tokenizer."""
+    """Return a decoder of the bundled model. All tests share the model and the tokenizer."""
     return Decoder("demo")
 
 
 def demo_decoder(kind: type[AnyDecoder], **options: object) -> AnyDecoder:
-    """A new decoder of this kind."""
+    """Return a new decoder of the bundled model."""
     return _decoder_like(demo(), kind, **options)
 
 
 @cache
 def stand_in() -> Decoder:
-    """A small random model that repeats itself, with the bundled tokenizer, in a fifth of the time.
+    """Return a decoder of a small random model that repeats itself, five times as fast as the demo.
 
-    For tests that need no sense in the text. In the long form it is the bundled model after all.
+    For tests that do not need meaningful text. It has the bundled tokenizer. With
+    ``MLXSPEC_LONG=1`` it is the bundled model.
     """
     return demo() if LONG else Decoder(repetitive_llama(), demo().tokenizer)
 
 
 def stand_in_decoder(kind: type[AnyDecoder], **options: object) -> AnyDecoder:
-    """A new decoder of this kind."""
+    """Return a new decoder of the stand-in model."""
     return _decoder_like(stand_in(), kind, **options)
 
 
 @cache
 def endless_tokenizer() -> TokenizerWrapper:
-    """The bundled tokenizer without a token that ends the output."""
+    """Return the bundled tokenizer without EOS tokens."""
     tokenizer = TokenizerWrapper(demo().tokenizer._tokenizer)
     tokenizer.eos_token_ids = set()
     return tokenizer
 
 
 def _decoder_like(other: Decoder, kind: type[AnyDecoder], **options: object) -> AnyDecoder:
-    """Without the 200 rows that it takes to find the capabilities."""
+    """Return a decoder with the known capabilities, which would take 200 rows to probe."""
     _ = other.loaded.capability, other.loaded.chain_capability
     return kind(copy.copy(other.loaded), other.tokenizer, **options)
 
 
 def keep_costs() -> None:
-    """Measure what steps of the bundled model cost, or processes that load it would do so."""
+    """Measure and save the bundled model's costs, so that subprocesses need not measure them."""
     costs_for(demo().loaded)
 
 
 class GivenCosts(KeptCosts):
-    """Costs that no step corrects and no file keeps, nor those of joint steps."""
+    """Fixed costs: no step updates them, no file keeps them, and joint steps have none."""
 
     def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
         pass
@@ -84,7 +85,7 @@ class GivenCosts(KeptCosts):
 
 
 def given_costs(curve: dict[int, float]) -> GivenCosts:
-    """Costs of so many rows, relative to those of one row."""
+    """Return fixed costs from a map of rows to their cost relative to one row."""
     times = [KnownTime(rows, 0.01 * cost, 0.001) for rows, cost in curve.items()]
     found = {1024: KnownTimes(times, "test")}
     return GivenCosts(CostCache(Path("nowhere")), CostKey({}, {}), found)

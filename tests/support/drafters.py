@@ -9,10 +9,10 @@ from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
 
 
 class TruthDrafter(Drafter):
-    """Knows what plain decoding emits, and where the output is.
+    """Base of drafters that know plain decoding's output; keeps track of the position in it.
 
     Args:
-        truth: what plain decoding emits.
+        truth: the output of plain decoding.
     """
 
     def __init__(self, truth: Sequence[int]) -> None:
@@ -28,7 +28,7 @@ class TruthDrafter(Drafter):
 
 
 class Oracle(TruthDrafter):
-    """Drafts the true continuation, so that whole drafts are accepted."""
+    """Drafts the true continuation, so that all draft tokens are accepted."""
 
     branching = False
 
@@ -41,13 +41,13 @@ class Oracle(TruthDrafter):
 
 
 class HostileDrafter(TruthDrafter):
-    """Random trees made of the true continuation, near misses, and what cannot be a token.
+    """Drafts random trees of true continuations, near misses and invalid tokens.
 
     Args:
-        truth: what plain decoding emits; drafts from it are accepted.
-        vocab_size: ids from beyond it are proposed too.
+        truth: the output of plain decoding; drafts from it are accepted.
+        vocab_size: some of the proposed ids are beyond it.
         stop_token: proposed in the middle of drafts.
-        seed: of the random choices.
+        seed: seed of the random choices.
         chains: propose chains only.
     """
 
@@ -72,7 +72,7 @@ class HostileDrafter(TruthDrafter):
 
     def _branch(self) -> list[int]:
         pick = self._random
-        length = pick.choice([0, 1, 2, 3, 5, 8, 40])  # 40: longer than what is left
+        length = pick.choice([0, 1, 2, 3, 5, 8, 40])  # 40: longer than the remaining output
         branch = self._truth[self._emitted : self._emitted + length]
         if branch and pick.random() < 0.6:
             branch[pick.randrange(len(branch))] = pick.randrange(self._vocab_size)
@@ -82,12 +82,12 @@ class HostileDrafter(TruthDrafter):
 
 
 class PartlyRightDrafter(TruthDrafter):
-    """Random trees of short branches that are right up to some token, as real drafts are.
+    """Drafts random trees of short branches that are right up to some token, like real drafts.
 
     Args:
-        truth: what plain decoding emits.
+        truth: the output of plain decoding.
         vocab_size: wrong tokens are drawn from it.
-        seed: of the random choices.
+        seed: seed of the random choices.
         chains: propose chains only.
     """
 

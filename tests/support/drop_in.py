@@ -1,4 +1,4 @@
-"""Models with costs that are given, and comparison with mlx-lm's own output."""
+"""Models with fixed costs for drop-in generation, to compare it with mlx-lm's own."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ REPEAT = '[INST] Repeat the following phrase 8 times: "The red fox sees the rive
 FREE = "The history of the"
 FIELDS = ("text", "token", "prompt_tokens", "generation_tokens", "finish_reason")
 
-# mlx-lm's own, whatever is done to its modules.
+# mlx-lm's own functions, even while its modules are patched.
 stream_generate, batch_generate = mlx_lm.stream_generate, mlx_lm.batch_generate
 
 
 def give_costs(model: nn.Module, tokenizer: Any, curve: dict[int, float] = CHAINS) -> AutoDecoder:
-    """The decoder that drop-in generation uses, with costs that are neither measured nor kept."""
+    """Set fixed costs on the decoder that drop-in generation uses; return it."""
     decoder = decoder_of(model, tokenizer)
     decoder.costs = given_costs(curve)
     return decoder
 
 
 def demo_with_costs(curve: dict[int, float] = CHAINS) -> tuple[nn.Module, Any]:
-    """The bundled model and its tokenizer, with a decoder that has generated nothing so far."""
+    """Return the bundled model and its tokenizer, with a new decoder."""
     return _with_costs(demo(), curve)
 
 
 def stand_in_with_costs(curve: dict[int, float] = CHAINS) -> tuple[nn.Module, Any]:
-    """The same of the small model that repeats itself."""
+    """Like :func:`demo_with_costs`, with the small model that repeats itself."""
     return _with_costs(stand_in(), curve)
 
 
 def _with_costs(decoder: Decoder, curve: dict[int, float]) -> tuple[nn.Module, Any]:
-    model = copy.copy(decoder.model)  # since a model's decoder is kept, with what it remembers
+    model = copy.copy(decoder.model)  # a model's decoder is cached with its memory
     own = give_costs(model, decoder.tokenizer, curve)
     for known in ("capability", "chain_capability"):
         setattr(own.loaded, known, getattr(decoder.loaded, known))
@@ -50,7 +50,7 @@ def _with_costs(decoder: Decoder, curve: dict[int, float]) -> tuple[nn.Module, A
 
 
 def write_float32_demo(directory: Path) -> str:
-    """The bundled model as a directory that mlx-lm loads in float32, too."""
+    """Write the bundled model to a directory that mlx-lm, too, loads in float32."""
     for path in DEMO_DIRECTORY.iterdir():
         if path.suffix == ".json" and "index" not in path.name:
             (directory / path.name).symlink_to(path)
@@ -59,5 +59,5 @@ def write_float32_demo(directory: Path) -> str:
 
 
 def fields(responses: Iterable[Any]) -> list[tuple]:
-    """What is the same in two runs of one generation."""
+    """Return the response fields that are the same in two runs of one generation."""
     return [tuple(getattr(response, name) for name in FIELDS) for response in responses]

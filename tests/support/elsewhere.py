@@ -1,6 +1,6 @@
-"""A plugin for pytest: the tests on a machine unlike yours, in an order of its own.
+"""A pytest plugin that runs the tests in a hostile environment and in random order.
 
-``python -m pytest -p tests.support.elsewhere`` finds tests that hold in your surroundings only. The
+``python -m pytest -p tests.support.elsewhere`` finds tests that pass only in your environment. The
 processor has a long name. The user has no home, a narrow terminal without colours, a proxy, another
 time zone, and a temporary directory with a space and an accent in its name. ``SEED=N`` before the
 command repeats the order of an earlier run.
@@ -20,7 +20,7 @@ import pytest
 
 CHIP = "Intel(R) Xeon(R) Processor @ 2.80GHz"
 _REPORTS = "PYTEST_XDIST_WORKER" not in os.environ
-"""Whether this process shows the results. The others, of pytest-xdist, have its environment."""
+"""Whether this process prints the results. pytest-xdist's workers inherit its environment."""
 
 if _REPORTS:
     os.environ.setdefault("SEED", str(random.randrange(10_000)))
@@ -35,7 +35,7 @@ if _REPORTS:
 
 
 def pytest_configure() -> None:
-    import mlx.core as mx  # which conftest.py has imported after mlxspec
+    import mlx.core as mx  # not earlier: conftest.py must import mlxspec first
 
     device_info = mx.device_info
     mx.device_info = lambda *device: {**device_info(*device), "device_name": CHIP}
@@ -43,7 +43,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Shuffle the files, and the tests of each."""
+    """Shuffle the files, and the tests in each file."""
     order = random.Random(os.environ["SEED"])
     of_file: dict[Any, list[pytest.Item]] = {}
     for item in items:
@@ -53,4 +53,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    terminalreporter.write_line(f"elsewhere, in the order of SEED={os.environ['SEED']}")
+    terminalreporter.write_line(f"random order: SEED={os.environ['SEED']}")

@@ -1,4 +1,4 @@
-"""Requests to engines, as tests make them."""
+"""Submit requests to an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def submit(
     drafting: Drafting | None = None,
     **options: Any,
 ) -> Request:
-    """Add a request with these options to an engine."""
+    """Add a new request to an engine; return it."""
     new_request = engine._decoder.new_request
     request = new_request(prompt, max_tokens, options, drafting, receive)  # type: ignore[arg-type]
     engine.add(request)

@@ -1,4 +1,4 @@
-"""How much a test tries: what is usual, or more where ``MLXSPEC_LONG=1`` is set."""
+"""The number of examples that a test tries. ``MLXSPEC_LONG=1`` raises it."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ _TIMES = 12
 
 
 def examples(usual: int, long: int | None = None) -> int:
-    """``usual``, or in the long form twelve times as many or ``long``."""
+    """Return ``usual``; with ``MLXSPEC_LONG=1``, ``long`` or twelve times ``usual``."""
     return (long or usual * _TIMES) if LONG else usual

@@ -1,4 +1,4 @@
-"""Steps made by hand, whose tokens are letters."""
+"""Handmade steps with letters as tokens."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mlxspec.drafting.sources import RecordedStep
 
 
 def letters(tokens: Sequence[int]) -> str:
-    """Tokens that look like the letter whose code they are."""
+    """Decode tokens that are character codes."""
     return "".join(map(chr, tokens))
 
 
 def verified(tree: DraftTree, choices: str, argmaxes: str = "") -> VerifiedStep:
-    """Walk a tree as the acceptance rule says."""
+    """Verify a tree by the acceptance rule."""
     node, accepted = 0, []
     while (child := tree.child(node, ord(choices[node]))) is not None:
         accepted.append(child)
@@ -29,7 +29,7 @@ def verified(tree: DraftTree, choices: str, argmaxes: str = "") -> VerifiedStep:
 
 
 def lookahead_step() -> RecordedStep:
-    """A window of 4 columns and 2 levels, and a guess of 3 tokens of which 2 are accepted.
+    """A step with a window of 4 columns and 2 levels, and a guess of 3 tokens, 2 of them accepted.
 
     ========  =  =  =  =
     column    0  1  2  3
@@ -49,6 +49,6 @@ def lookahead_step() -> RecordedStep:
 
 
 def explained(*steps: RecordedStep, text_of: TextOf = letters) -> Iterator[RenderableType]:
-    """Steps after the prompt "Say a", as they are drawn."""
+    """Draw steps that follow the prompt "Say a"."""
     prompt = [ord(letter) for letter in "Say a"]
     return drawn(steps, range(len(steps)), prompt, text_of)

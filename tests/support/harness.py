@@ -1,4 +1,4 @@
-"""Runs the loop on a bare model and compares its output with plain decoding."""
+"""Run the decoding loop on a bare model and compare its output with plain decoding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlxspec.engine.sampling import Chooser, SamplingParams
 from mlxspec.engine.target import Progress, Target, target_for
 
 NEAR_TIES: list[float] = []
-"""Margins of the near ties that the comparisons have met; printed at the end of the tests."""
+"""Margins of the near ties found by comparisons; printed at the end of the test run."""
 
 
 @dataclass
@@ -31,9 +31,9 @@ class Run:
     steps: int
     accepted: int
     rejecting: int
-    """Steps of which some draft tokens were rejected."""
+    """Steps that rejected some draft tokens."""
     moved: int
-    """Steps whose accepted rows did not stand in a row."""
+    """Steps whose accepted rows were not consecutive."""
     target: Target
     logprobs: mx.array
     """(tokens, vocabulary)"""
@@ -56,12 +56,12 @@ def new_target(
     capability: Capability = Capability.TREE,
     cache: CacheOptions | None = None,
 ) -> Target:
-    """The model with an empty cache."""
+    """Return the model with an empty cache."""
     return target_for(LoadedModel.of(model), capability, cache)
 
 
 def next_logits(target: Target, token: int) -> mx.array:
-    """The logits after one more row, (vocabulary,)."""
+    """Run one more row; return its logits, (vocabulary,)."""
     return target.forward(mx.array([token]), DraftTree.chain(token))[-1]
 
 
@@ -73,7 +73,7 @@ def decode(
     on_progress: Progress = lambda done, total: None,
     **options: Any,
 ) -> Generator[VerifiedStep, None, None]:
-    """The steps of a generation."""
+    """Generate, and yield each step."""
     sequence = engine.Sequence(target, prompt, drafter, chooser, **options)
     try:
         for done, total in sequence.begin_in_chunks():
@@ -124,7 +124,7 @@ def run(
 
 
 def plain(model: nn.Module, prompt: Sequence[int], **options: object) -> list[int]:
-    """What plain decoding emits."""
+    """Return the output of plain decoding."""
     return run(model, prompt, NoDraft(), **options).tokens  # type: ignore[arg-type]
 
 
@@ -135,7 +135,7 @@ def assert_same_output(
     actual: Sequence[int],
     params: SamplingParams | None = None,
 ) -> None:
-    """Outputs are equal in float32, or first differ at a near tie."""
+    """Assert that two float32 outputs are equal or first differ at a near tie."""
     difference = first_difference(model, prompt, expected, actual, params or SamplingParams())
     if difference is not None:
         print(f"first difference at {difference.index}, margin {difference.margin:.2e}")

@@ -1,4 +1,4 @@
-"""Folders with small heads, and with models that carry one."""
+"""Write folders with small trained heads, and with models that contain one."""
 
 from __future__ import annotations
 
@@ -97,11 +97,11 @@ HEADS: dict[str, tuple[type[Head], Config, Config]] = {
     "DFlash": (DFlash, DFLASH, TARGET),
     "DSpark": (DSpark, DSPARK, TARGET),
 }
-"""For each kind its class, the head's settings and the target's."""
+"""By kind: the class, the head's settings and the target's settings."""
 
 
 def random_weights(name: str) -> Weights:
-    """Weights of a head of this kind, in float32; its norms scatter around 1."""
+    """Return random float32 weights for a head; those of norms scatter around 1."""
     kind, config, target = HEADS[name]
     mx.random.seed(1)
     return {
@@ -126,7 +126,7 @@ def write_head(directory: Path, name: str) -> Path:
 
 
 def original(weights: Weights, prefix: str = "mtp.") -> Weights:
-    """Qwen's MTP as original checkpoints have it: with norms centred at zero."""
+    """Return Qwen MTP weights as in original checkpoints, with norms centred at zero."""
     return {
         f"{prefix}{name}": array - ("norm" in name and array.ndim == 1)
         for name, array in weights.items()
@@ -134,12 +134,12 @@ def original(weights: Weights, prefix: str = "mtp.") -> Weights:
 
 
 def write_target(directory: Path, weights: Weights) -> Path:
-    """Write a folder of a target of Qwen's MTP, of which only the head's tensors are whole."""
+    """Write the folder of a Qwen MTP target in which only the head's tensors are complete."""
     return write(directory, QWEN_TARGET, {"model.norm.weight": mx.ones(32), **weights})
 
 
 def write_scripted_head(directory: Path, model: Path) -> Path:
-    """Write a DSpark for a scripted model, which is always right about what follows a token."""
+    """Write a DSpark head for a scripted model that always predicts the next token."""
     own = json.loads((model / "config.json").read_text())
     names = ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps")
     layer = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
@@ -148,7 +148,7 @@ def write_scripted_head(directory: Path, model: Path) -> Path:
     config = {**DSPARK, **settings, "num_target_layers": 1, "markov_rank": own["hidden_size"]}
     head = DSpark(config, own)
     weights = {name: mx.zeros_like(array) for name, array in tree_flatten(head.parameters())}
-    # Two factors of the target's own logits after each token.
+    # The two factors' product is the target's own logits after each token.
     of_target = mx.load(str(model / "model.safetensors"))
     weights["markov_head.markov_w1.weight"] = of_target["model.embed_tokens.weight"]
     weights["markov_head.markov_w2.weight"] = 8 * of_target["lm_head.weight"]

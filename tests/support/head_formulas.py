@@ -1,4 +1,4 @@
-"""What trained heads compute, in NumPy and float32, written down from the makers' formulas."""
+"""Reference implementations of trained heads in float32 NumPy, from their authors' formulas."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def softmax(x: Array) -> Array:
 def rotated(
     x: Array, positions: Array, theta: float, part: float = 1.0, over: int | None = None
 ) -> Array:
-    """RoPE on the first ``part`` of the last axis, whose halves are pairs; x is (rows, heads, d).
+    """Apply RoPE to the first ``part`` of the last axis, pairing its halves; x is (rows, heads, d).
 
     Args:
-        over: if given, the pairs are those of the whole width, of which a part is rotated (Gemma).
+        over: the width whose halves are paired, if it is more than the rotated part (Gemma).
     """
     width = x.shape[-1]
     turned = int(width * part)
@@ -63,7 +63,7 @@ def rotated(
 def attended(
     queries: Array, keys: Array, values: Array, visible: Array, scale: float | None = None
 ) -> Array:
-    """Attention; queries (rows, heads, d), keys and values (entries, fewer heads, d)."""
+    """Return attention; queries are (rows, heads, d), keys and values (entries, fewer heads, d)."""
     shared = queries.shape[1] // keys.shape[1]
     keys, values = (np.repeat(each, shared, axis=1) for each in (keys, values))
     scores = np.einsum("qhd,khd->hqk", queries, keys) * (scale or queries.shape[-1] ** -0.5)
@@ -99,10 +99,10 @@ def eagle3(
     embedding: Array,
     pairs: Sequence[tuple[int, Array]],
 ) -> Array:
-    """The output of the layers for each pair of a token and a feature, (pairs, width).
+    """Return the layers' output for each pair of a token and a feature, (pairs, width).
 
     Args:
-        w: the tensors, with speculators' names and without ``model.``.
+        w: the tensors, under the speculators library's names without ``model.``.
         settings: ``head_dim``, ``theta``, ``window`` and ``norm_before_residual``.
     """
     positions = np.arange(len(pairs))
@@ -131,7 +131,7 @@ def eagle3(
 
 
 def eagle3_features(w: Weights, states: Sequence[Array]) -> Array:
-    """g of each row, from the states of three layers, (rows, width) each."""
+    """Return each row's feature g from the states of three layers, (rows, width) each."""
     if "fc_norm.0.weight" in w:
         states = [rms(each, w[f"fc_norm.{i}.weight"]) for i, each in enumerate(states)]
     x = np.concatenate(list(states), axis=-1)
@@ -150,11 +150,11 @@ def block(
     states: Sequence[Array],
     tokens: Sequence[int],
 ) -> Array:
-    """The normed output at each slot of a block behind the rows of these states.
+    """Return the normed output at each slot of a block that follows the rows of these states.
 
     Args:
-        settings: ``head_dim``, ``theta``, and for each layer in ``layers`` its window or None, and
-            whether its slots see only earlier ones.
+        settings: ``head_dim``, ``theta``, and ``layers``: for each layer its window or None, and
+            whether slots see only earlier slots.
         tokens: the last token and the mask tokens.
     """
     context = rms(linear(w, "fc", np.concatenate(list(states), -1)), w["hidden_norm.weight"])
@@ -191,10 +191,10 @@ def qwen_mtp(
     embedding: Array,
     pairs: Sequence[tuple[int, Array]],
 ) -> Array:
-    """The normed output for each pair of a token and a hidden state, (pairs, width).
+    """Return the normed output for each pair of a token and a hidden state, (pairs, width).
 
     Args:
-        w: the tensors after ``mtp.``, with separate experts, and gains that are not centred.
+        w: the tensors below ``mtp.``, with separate experts and uncentred gains.
     """
     positions = np.arange(len(pairs))
     embedded = rms(embedding[[token for token, _ in pairs]], w["pre_fc_norm_embedding.weight"])
@@ -239,10 +239,10 @@ def gemma4_assistant(
     shared: Mapping[str, tuple[Array, Array]],
     position: int,
 ) -> tuple[Array, Array]:
-    """The next link's hidden state, and the normed output, of one token.
+    """Return the next hidden state of the chain, and the normed output, for one token.
 
     Args:
-        shared: for each kind of layer, the target's keys and values, (entries, heads, width).
+        shared: by kind of layer, the target's keys and values, (entries, heads, width).
     """
     x = linear(w, "pre_projection", np.concatenate([embedded, hidden])[None])
     for i, kind in enumerate(settings["layer_types"]):

@@ -15,20 +15,20 @@ from mlxspec.models.heads.chains import Eagle3, Gemma4Assistant, QwenMTP
 
 
 def eagle3(target: nn.Module, **settings: object) -> tuple[dict[str, Any], Eagle3]:
-    """An EAGLE-3 with half the target's vocabulary, and its config.json; see :func:`dflash`."""
+    """Return an EAGLE-3 head with half the target's vocabulary; see :func:`dflash`."""
     own = {"num_hidden_layers": 1, "eagle_aux_hidden_state_layer_ids": [1, 1, 2]}
     config = {**_as_target(target), **own, "draft_vocab_size": 32, **settings}
     return config, _random(Eagle3, config, target)
 
 
 def eagle31(target: nn.Module) -> tuple[dict[str, Any], Eagle3]:
-    """An EAGLE-3.1 of two layers, one of them with a sliding window; see :func:`dflash`."""
+    """Return a two-layer EAGLE-3.1 head, one layer with a sliding window; see :func:`dflash`."""
     windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
     return eagle3(target, num_hidden_layers=2, norm_output=True, **windows)
 
 
 def qwen_mtp(target: nn.Module, **settings: object) -> tuple[dict[str, Any], QwenMTP]:
-    """The MTP of a Qwen, and its config.json; see :func:`dflash`."""
+    """Return an MTP head for a Qwen model; see :func:`dflash`."""
     config = _config(target)
     text = {**config.get("text_config", config), "mtp_num_hidden_layers": 1, **settings}
     config = {"model_type": "qwen3_5_mtp", "text_config": text}
@@ -38,7 +38,7 @@ def qwen_mtp(target: nn.Module, **settings: object) -> tuple[dict[str, Any], Qwe
 def gemma4_assistant(
     target: nn.Module, **settings: object
 ) -> tuple[dict[str, Any], Gemma4Assistant]:
-    """The assistant of a Gemma 4, and its config.json; see :func:`dflash`."""
+    """Return the assistant of a Gemma 4; see :func:`dflash`."""
     of_target = _config(target)
     of_target = of_target.get("text_config", of_target)
     names = ("num_key_value_heads", "head_dim", "global_head_dim", "vocab_size", "sliding_window")
@@ -75,7 +75,7 @@ def gemma4_assistant(
 
 
 def dflash(target: nn.Module, **settings: object) -> tuple[dict[str, Any], DFlash]:
-    """A DFlash and its config.json, as z-lab's checkpoints have it.
+    """Return a DFlash head and its config.json, in the format of z-lab's checkpoints.
 
     Args:
         target: mlx-lm's model.
@@ -87,7 +87,7 @@ def dflash(target: nn.Module, **settings: object) -> tuple[dict[str, Any], DFlas
 
 
 def dspark(target: nn.Module, **settings: object) -> tuple[dict[str, Any], DSpark]:
-    """A DSpark and its config.json, as DeepSpec's checkpoints have it; see :func:`dflash`."""
+    """Return a DSpark head in the format of DeepSpec's checkpoints; see :func:`dflash`."""
     of_head = {"mask_token_id": 0, "target_layer_ids": [0, 1], "markov_rank": 8}
     config = {"block_size": 5, **of_head, **_as_target(target), **settings}
     return config, _random(DSpark, config, target)
@@ -98,7 +98,7 @@ def _config(target: nn.Module) -> dict[str, Any]:
 
 
 def _as_target(target: nn.Module) -> dict[str, Any]:
-    """The settings of two layers for this target."""
+    """Return the settings of two layers for this target."""
     config = _config(target)
     text = config.get("text_config") or config
     return {
@@ -117,7 +117,7 @@ def _as_target(target: nn.Module) -> dict[str, Any]:
 
 
 def _random(head_class: Any, config: dict[str, Any], target: nn.Module) -> Any:
-    """A head whose norms have random weights, too."""
+    """Return a head with random weights, those of its norms included."""
     mx.random.seed(7)
     head = head_class(config, _config(target))
     head.update(

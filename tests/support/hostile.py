@@ -1,7 +1,7 @@
-"""Reading what somebody has made to do harm.
+"""Test readers with malicious input.
 
-Whatever the input, a reader gives the package's own error or a right result, soon and in little
-memory::
+For any input, a reader must return a correct result or raise the package's own error, quickly and
+in little memory::
 
     @given(mutated(WHOLE))
     def test_a_damaged_file_is_refused_or_read(data: bytes) -> None:
@@ -25,21 +25,21 @@ from hypothesis import strategies as st
 
 from mlxspec.errors import MlxspecError
 
-SECONDS = 3.0  # of the processor, which a busy machine may make two or three times as many
-PATIENCE = 20.0  # seconds to wait at all, for what does not compute but waits
+SECONDS = 3.0  # of CPU time, which may double or triple on a busy machine
+PATIENCE = 20.0  # seconds of wall time, for a reader that blocks
 MEGABYTES = 200
-SAFETY = 4 << 30  # bytes of address space beyond which the system refuses
+SAFETY = 4 << 30  # bytes of address space that a reader may allocate
 LONGEST_MESSAGE = 2000  # characters
 
 Result = TypeVar("Result")
 
 
 def harmless(read: Callable[[], Result]) -> Result | MlxspecError:
-    """Run a reader; return its result, or the package's error that it raised.
+    """Run a reader; return its result or the package's error that it raised.
 
-    Anything else that it raises goes on, and too much time, memory or text in the error's message
-    is an AssertionError. The reader may be run twice: what the first run of all imports and keeps
-    does not count.
+    Other exceptions propagate. Too much time, too much memory or too long a message is an
+    AssertionError. The reader may run twice, so that imports and caches of the first run do not
+    count.
     """
     result, seconds, megabytes = _measured(read)
     if seconds > SECONDS or megabytes > MEGABYTES:
@@ -52,7 +52,7 @@ def harmless(read: Callable[[], Result]) -> Result | MlxspecError:
 
 
 def mutated(whole: bytes) -> st.SearchStrategy[bytes]:
-    """A file's bytes with some changed, left out, put in or repeated, or cut off."""
+    """Generate a file's bytes with some overwritten, deleted, inserted, repeated or cut off."""
     place = st.integers(0, len(whole))
     edit = st.tuples(
         st.sampled_from(EDITS),
@@ -78,7 +78,7 @@ json_values: st.SearchStrategy[object] = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=6,
 )
-"""What stands in JSON where something else should; ``json.dumps`` writes all of it."""
+"""Arbitrary JSON values, to put where a reader expects another type."""
 
 EDITS = ("write", "insert", "delete", "repeat", "cut")
 SPICE = [
@@ -88,7 +88,7 @@ SPICE = [
 
 
 def edited(whole: bytes, edits: list[tuple[str, int, bytes, int]]) -> bytes:
-    """Bytes after edits: a kind, the place, the bytes that are put there, and a length."""
+    """Apply edits, each a kind, a place, new bytes and a length."""
     data = bytearray(whole)
     for kind, place, new, length in edits:
         if kind == "write":
@@ -105,11 +105,11 @@ def edited(whole: bytes, edits: list[tuple[str, int, bytes, int]]) -> bytes:
 
 
 def _measured(read: Callable[[], Result]) -> tuple[Result | MlxspecError, float, float]:
-    """What came of it, seconds of the processor, and megabytes beyond what was held before."""
+    """Run a reader; return its result, its CPU seconds and its peak memory in megabytes."""
     before = _peak(reset=True)
     started = time.process_time()
     result: Result | MlxspecError
-    with _impatience(), _address_space():
+    with _time_limit(), _memory_limit():
         try:
             result = read()
         except MlxspecError as error:
@@ -118,10 +118,9 @@ def _measured(read: Callable[[], Result]) -> tuple[Result | MlxspecError, float,
 
 
 def _peak(*, reset: bool = False) -> int:
-    """The most bytes that this process has had in memory, since the last reset where there is one.
+    """Return the most bytes that this process has had in memory since the last reset.
 
-    (Elsewhere than on Linux it only grows, so that a reader which stays below an earlier one's
-    peak is not found out.)
+    Only Linux can reset it. Elsewhere, a reader that stays below an earlier one's peak passes.
     """
     if sys.platform != "linux":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS
@@ -132,14 +131,14 @@ def _peak(*, reset: bool = False) -> int:
 
 
 @contextmanager
-def _impatience() -> Iterator[None]:
-    """End with an AssertionError what neither computes nor ends."""
+def _time_limit() -> Iterator[None]:
+    """Fail a reader that blocks."""
 
     def fail(*_: object) -> None:
         raise AssertionError(f"not done after {PATIENCE:.0f} seconds")
 
     handler = signal.signal(signal.SIGALRM, fail)
-    remaining, _ = signal.setitimer(signal.ITIMER_REAL, PATIENCE)  # of the test's own limit
+    remaining, _ = signal.setitimer(signal.ITIMER_REAL, PATIENCE)  # the test's own limit
     try:
         yield
     finally:
@@ -148,10 +147,10 @@ def _impatience() -> Iterator[None]:
 
 
 @contextmanager
-def _address_space() -> Iterator[None]:
-    """Keep a runaway reader from taking all of the machine's memory."""
+def _memory_limit() -> Iterator[None]:
+    """Keep a reader from exhausting the machine's memory."""
     limits = resource.getrlimit(resource.RLIMIT_AS)
-    if sys.platform != "linux":  # macOS does not heed it
+    if sys.platform != "linux":  # macOS ignores RLIMIT_AS
         yield
         return
     pages = int(Path("/proc/self/statm").read_text().split()[0])

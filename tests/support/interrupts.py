@@ -1,4 +1,4 @@
-"""Ctrl-C at the lines of some functions."""
+"""Raise KeyboardInterrupt at each line of chosen functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Prepared = TypeVar("Prepared")
 
 
 def functions_of(*places: type | ModuleType) -> list[FunctionType]:
-    """The functions and methods of mlxspec in classes and modules, decorated ones included."""
+    """Return mlxspec's functions and methods in classes and modules, decorated ones included."""
     functions = []
     for place in places:
         for member in vars(place).values():
@@ -32,13 +32,13 @@ def interrupted_anywhere(
     prepare: Callable[[], Prepared],
     action: Callable[[Prepared], object],
 ) -> Iterator[Prepared]:
-    """Do something, and do it again with an interrupt at one line of these functions after another.
+    """Run an action once, and again with an interrupt at each line of these functions in turn.
 
-    A line that runs often is interrupted the first time and the last; each time where the
-    environment says ``MLXSPEC_LONG=1``.
+    A line that runs repeatedly is interrupted at its first and last run; with ``MLXSPEC_LONG=1``,
+    at each one.
 
     Yields:
-        what was prepared and acted on: first to the end, then up to each of the interrupts.
+        the prepared object after each run: first the complete one, then each interrupted one.
     """
     prepared = prepare()
     lines = _lines_run(functions, lambda: action(prepared))
@@ -69,13 +69,13 @@ def _lines_run(functions: Iterable[FunctionType], action: Callable[[], object]) 
 def _interrupted(
     lines: int, functions: Iterable[FunctionType], action: Callable[[], object]
 ) -> bool:
-    """Interrupt an action when so many lines have run; whether it had not ended before."""
+    """Interrupt an action after ``lines`` lines; return whether it was still running."""
     left = lines
 
     def interrupt(frame: FrameType) -> None:
         nonlocal left
         if left == 0:
-            raise KeyboardInterrupt  # which ends the tracing, too
+            raise KeyboardInterrupt  # also ends the tracing
         left -= 1
 
     with _at_each_line(functions, interrupt):

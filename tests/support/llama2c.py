@@ -1,4 +1,4 @@
-"""Reads llama2.c's float32 checkpoints and tokenizers into mlx-lm's Llama."""
+"""Read llama2.c's float32 checkpoints and tokenizers into mlx-lm's Llama."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 
 
 def load_llama2c(path: Path) -> Model:
-    """The model of a llama2.c ``.bin`` file, in float32."""
+    """Load the model of a llama2.c ``.bin`` file, in float32."""
     raw = path.read_bytes()
     dim, hidden, layers, heads, kv_heads, vocab, seq_len = struct.unpack("<7i", raw[:28])
     args = ModelArgs(
@@ -61,7 +61,7 @@ def load_llama2c(path: Path) -> Model:
 
 
 def decode_llama2c(path: Path, tokens: list[int]) -> str:
-    """The text of tokens that follow BOS, with the pieces of a llama2.c tokenizer file."""
+    """Decode tokens that follow BOS with the pieces of a llama2.c tokenizer file."""
     raw, position, pieces = path.read_bytes(), 4, []
     while position < len(raw):
         _score, length = struct.unpack_from("<fi", raw, position)

@@ -1,4 +1,4 @@
-"""Llamas by name: a random one in every clone, trained ones where the third-party data are."""
+"""Llamas by name: a random one, and trained ones where the third-party data is available."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if SHARED.is_dir():
 
 @cache
 def llama(name: str) -> nn.Module:
-    """One of ``LLAMAS``, in float32; the same object for all tests."""
+    """Return one of ``LLAMAS`` in float32. All tests share it."""
     return load_llama2c(SHARED / _TRAINED[name]) if name in _TRAINED else _random_llama()
 
 
 def repetitive_llama(**config: object) -> nn.Module:
-    """A random Llama with the bundled model's vocabulary, which repeats itself and never ends.
+    """Return a random Llama that repeats itself and never ends, with the bundled vocabulary.
 
-    Of its tokens 59 win, none of which is a special one or a byte.
+    Only 59 of its tokens ever win; none is a special token or a byte.
 
     Args:
-        config: adds to its configuration.
+        config: added to its configuration.
     """
     own = {"vocab_size": 4096, "head_dim": 32, "tie_word_embeddings": False}
     model = random_model("llama", **own, **config)
@@ -47,7 +47,7 @@ def repetitive_llama(**config: object) -> nn.Module:
 
 
 def _random_llama() -> nn.Module:
-    """A Llama whose output depends on its context, is sure of itself, and repeats itself."""
+    """Return a Llama with confident, repetitive output that depends on its context."""
     model = random_model("llama", vocab_size=512, num_hidden_layers=3, tie_word_embeddings=False)
 
     def livelier(name: str, weight: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face Hub on this machine, for the requests of a download."""
+"""A local stand-in for the Hugging Face Hub that serves downloads."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ _FILE = re.compile(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 @dataclass
 class LocalHub:
-    """Repositories by name, each a directory; what was asked for by method and path."""
+    """Repositories by name, each a directory, and the received requests by method and path."""
 
     repositories: dict[str, Path]
     gated: set[str] = field(default_factory=set)
@@ -32,7 +32,7 @@ class LocalHub:
 
 @contextmanager
 def serve(hub: LocalHub) -> Iterator[LocalHub]:
-    """Answer at ``hub.endpoint`` as long as the context lasts."""
+    """Answer at ``hub.endpoint`` until the end of the block."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -74,7 +74,7 @@ def _response(hub: LocalHub, path: str) -> tuple[int, dict[str, str], bytes]:
     match = api or file
     directory = hub.repositories.get(match[1]) if match else None
     if match is None or directory is None:
-        return 401, {"X-Error-Code": "RepoNotFound"}, b"{}"  # as the Hub, which hides private ones
+        return 401, {"X-Error-Code": "RepoNotFound"}, b"{}"  # the Hub hides private ones
     if (api[3] if api else file[2]) not in (None, "main", COMMIT):
         return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
     if api:

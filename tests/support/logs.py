@@ -1,4 +1,4 @@
-"""What the package logs in a test."""
+"""Capture log messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def logged_by(name: str) -> Iterator[list[str]]:
-    """The lines that a logger writes in the block."""
+    """Collect the messages that a logger receives in the block."""
     lines: list[str] = []
 
     class Taking(logging.Handler):

@@ -1,4 +1,4 @@
-"""Whether this machine has what the OpenBLAS path needs."""
+"""Skip tests of the OpenBLAS path on machines without its requirements."""
 
 import sys
 from importlib.metadata import PackageNotFoundError, version

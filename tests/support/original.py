@@ -1,4 +1,4 @@
-"""Small original checkpoints with random weights, and what such a model computes."""
+"""Small original checkpoints with random weights, and a reference forward."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ PARAMS = {
 
 
 def random_weights(params: dict[str, Any] = PARAMS, *, seed: int = 0) -> dict[str, np.ndarray]:
-    """float32 weights by original name whose values every float type holds exactly."""
+    """Return float32 weights, by original name, that every float type holds exactly."""
     generator = np.random.default_rng(seed)
     dim, hidden = params["dim"], params["hidden_dim"]
     queries = params["n_heads"] * params["head_dim"]
@@ -54,7 +54,7 @@ def write_checkpoint(
     *shards: dict[str, np.ndarray],
     params: dict[str, Any] = PARAMS,
 ) -> Path:
-    """A directory in the original layout, that is complete."""
+    """Write a complete checkpoint in the original layout; return its directory."""
     directory.mkdir(parents=True)
     (directory / "params.json").write_text(json.dumps(params))
     shutil.copyfile(tokenizer, directory / "tokenizer.model")
@@ -64,12 +64,12 @@ def write_checkpoint(
 
 
 def as_bfloat16(weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same weights as :func:`torch_file.save` takes them for bfloat16."""
+    """Return the weights in the form that :func:`torch_file.save` takes for bfloat16."""
     return {name: torch_file.bfloat16_bits(array) for name, array in weights.items()}
 
 
 def split(weights: dict[str, np.ndarray], count: int, embedding_axis: int) -> list[dict]:
-    """Model-parallel shards, as Llama's were trained: first products by rows, second by columns."""
+    """Return model-parallel shards like Llama's: first products by rows, second by columns."""
     axes = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0, "wo": 1, "w2": 1}
     axes["tok_embeddings"] = embedding_axis
     shards: list[dict] = [{} for _ in range(count)]
@@ -82,7 +82,7 @@ def split(weights: dict[str, np.ndarray], count: int, embedding_axis: int) -> li
 
 
 def logits(weights: dict[str, np.ndarray], params: dict[str, Any], tokens: list[int]) -> np.ndarray:
-    """The model's forward in float64, written from its paper, rotating neighbouring pairs.
+    """Run a float64 forward written from the paper, which rotates neighbouring pairs.
 
     Returns:
         (tokens, vocabulary)

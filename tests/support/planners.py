@@ -1,4 +1,4 @@
-"""The default planner under costs that are given."""
+"""The default planner with fixed costs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlxspec.drafting.suffix_source import SuffixSource
 
 
 def suffix_planner(curve: CostCurve, sync_overhead: float = 0.02, **options: Any) -> Planner:
-    """A planner of look-ups; its options and those of its source."""
+    """Return a planner with a suffix source."""
     branching = options.pop("branching", True)
     source = SuffixSource(**options)
     return Planner(FixedCosts(curve, sync_overhead), [source], branching=branching)

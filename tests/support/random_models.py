@@ -1,4 +1,4 @@
-"""Small randomly initialised models of mlx-lm's architectures, in float32."""
+"""Small float32 models of mlx-lm's architectures with random weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMON = {
 
 
 def random_model(model_type: str, **config: object) -> nn.Module:
-    """A model of this type; ``config`` adds to or overrides the common sizes."""
+    """Return a model of this type; ``config`` adds to or overrides the common sizes."""
     mx.random.seed(1)
     model_class, args_class = _get_classes({"model_type": model_type})
     model = model_class(args_class.from_dict({**COMMON, "model_type": model_type, **config}))
@@ -30,7 +30,7 @@ def random_model(model_type: str, **config: object) -> nn.Module:
 
 
 def scaled_rope(rope_type: str, **scaling: object) -> dict[str, object]:
-    """The configuration of a Llama with this RoPE scaling."""
+    """Return the configuration of a Llama with this RoPE scaling."""
     return {"rope_scaling": {"rope_type": rope_type, **scaling}}
 
 

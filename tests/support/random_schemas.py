@@ -1,4 +1,4 @@
-"""Random JSON Schemas whose values end soon, even if a model picks at random."""
+"""Random JSON Schemas with short values, even from a model with random output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WORDS = ("name", "age", "colour", "size", "tags", "city", "is open", "größe", 
 
 
 def random_schema(source: random.Random, depth: int = 2) -> dict[str, Any]:
-    """A schema of objects, lists, unions and plain values, nested so deep at most."""
+    """Return a schema of objects, lists, unions and plain values of at most this depth."""
     kinds = [_string, _integer, _number, _constant, _enumeration, _plain]
     if depth:
         kinds += [_object, _list, _union, _tuple] * 2
@@ -17,7 +17,7 @@ def random_schema(source: random.Random, depth: int = 2) -> dict[str, Any]:
 
 
 def random_object(source: random.Random, depth: int = 2) -> dict[str, Any]:
-    """The schema of an object."""
+    """Return the schema of an object."""
     return _object(source, depth)
 
 

@@ -1,4 +1,4 @@
-"""What the tests start as two ranks, and the generations that one process must agree on.
+"""The script that tests run as two ranks, and its generations, which one process must reproduce.
 
 Rank 0 prints a JSON object.
 """
@@ -35,7 +35,7 @@ HYBRIDS = {
     "tensor parallel": ARCHITECTURES["qwen3_5"],
     "pipeline": replace(_NEXT, config={**_NEXT.config, "full_attention_interval": 2}),
 }
-"""Models whose state cannot be cut back: after a rejection it is computed again."""
+"""Models whose state cannot be trimmed: after a rejection it is recomputed."""
 ARCHITECTURE_PROMPT = [5, 9, 3, 5, 9]
 
 _load_shard = distributed.load_shard
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def hybrid(rank_0: distributed.Leader, name: str) -> dict[str, object]:
-    """Output of a model that has no directory to be loaded from."""
+    """Return the output of a hybrid model, which has no directory to load from."""
     loaded, _ = rank_0.load(name)
     capability = chain_capability(loaded)
     drafter = PartlyRightDrafter(json.loads(sys.argv[2])[name], 64, seed=1)
@@ -97,7 +97,7 @@ def hybrid(rank_0: distributed.Leader, name: str) -> dict[str, object]:
 
 
 def load_shard(name: str, ranks: mx.distributed.Group) -> tuple[LoadedModel, Any]:
-    """Also loads the hybrid models."""
+    """Load a model's shard; accept the names of the hybrid models, too."""
     if name not in HYBRIDS:
         return _load_shard(name, ranks)
     loaded = LoadedModel(HYBRIDS[name].model())
@@ -107,7 +107,7 @@ def load_shard(name: str, ranks: mx.distributed.Group) -> tuple[LoadedModel, Any
 
 
 def unsplittable() -> str:
-    """The error of a model whose heads two ranks cannot share."""
+    """Return the error for a model whose attention heads two ranks cannot split."""
     model = Model(
         ModelArgs(
             model_type="llama",
@@ -128,7 +128,7 @@ def unsplittable() -> str:
 
 
 def interrupted(decoder: Decoder) -> int:
-    """Tokens until Ctrl-C came, somewhere in the middle of a step."""
+    """Interrupt a generation in the middle of a step; return the number of tokens before."""
     tokens = 0
     try:
         for _ in decoder.decode(PROMPT, SETTINGS["lookup"].drafter(), max_tokens=100_000):

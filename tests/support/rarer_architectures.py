@@ -1,6 +1,6 @@
-"""Settings of small models of the architectures that fewer people run.
+"""Configurations of small models of less common architectures.
 
-Each with the capability that it should have, and what is published with it.
+Each has its expected capability and the models published with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rarer = dict[str, tuple[Capability, str, dict[str, object]]]
 
 
 def nested(model_type: str, **config: object) -> dict[str, object]:
-    """The configuration of a model of images and text; its text part is this one."""
+    """Return the configuration of a vision-language model with this text model."""
     return {"text_config": {**COMMON, "model_type": model_type, **config}}
 
 
@@ -602,4 +602,4 @@ NOT_TRIED = {
     "olmo": "needs the package ai2-olmo; OLMo 2 and 3 do not",
     "prism_hadamard_qwen35": "is Qwen 3.5, with weights that only their publisher can pack",
 }
-"""Architectures that no small model can be made of here, and why."""
+"""Architectures of which no small model can be built here, with the reason."""

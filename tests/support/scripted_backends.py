@@ -1,4 +1,4 @@
-"""Backends that say what a test tells them, and a clock that they move on."""
+"""Backends with scripted outputs and durations, and the clock that they advance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlxspec.generation.response import SpeculationStats
 
 
 class ManualClock:
-    """Stands still until it is moved on."""
+    """A clock that only moves when ``now`` is set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,9 +29,10 @@ class Token:
 
 
 class Scripted:
-    """Makes a backend that says ``tokens``; its runs take ``seconds``, the prefill ten times that.
+    """Makes a backend that generates ``tokens``.
 
-    Each run appends the maker to ``log``.
+    Each run takes the next of ``seconds``, and its prefill ten times as long. Each run appends the
+    maker to ``log``.
     """
 
     def __init__(

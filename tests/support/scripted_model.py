@@ -1,4 +1,4 @@
-"""A model directory whose model says what a script says."""
+"""Write a model that generates a given script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 BOS, EOS = 1, 2
-_WIDTH = 64  # of the vocabulary; hidden states are twice as wide
+_WIDTH = 64  # the vocabulary's size; hidden states are twice as wide
 _CHAT_TEMPLATE = """\
 {% for message in messages %}{% if message.role == 'assistant' %} {{ message.content }}\
 {% else %}[INST] {{ message.content }} [/INST]{% endif %}{% endfor %}"""
@@ -23,11 +23,10 @@ def write_scripted_model(
 ) -> Path:
     """Write a Llama that, after any prompt, generates the pieces of ``script`` in order.
 
-    Each piece is one token, and a layer of zeros between one-hot embeddings and an output
-    matrix of successions makes the next token a function of the last one. After the last
-    piece comes EOS, or the script again. With "</s>" among the pieces a script has several
-    parts: a prompt that ends with the last piece of one, or with one in the middle, is gone on
-    with from there.
+    Each piece is one token. The next token is a function of the last one: the embeddings are
+    one-hot, the layer is zero, and the output matrix maps each token to its successor. After the
+    last piece comes EOS, or the script again. "</s>" among the pieces divides the script into
+    parts. A prompt that ends with a piece is continued from that piece.
     """
     directory.mkdir(parents=True)
     vocabulary = {"<unk>": 0, "<s>": BOS, "</s>": EOS}

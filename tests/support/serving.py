@@ -1,4 +1,4 @@
-"""A server that answers at a free port of this machine, in the test's own process."""
+"""Run a server at a free local port, in the test's own process."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from tests.support.random_models import random_model
 
 @dataclass
 class Running:
-    """A server that runs.
+    """A running server.
 
     Attributes:
-        address: of its root, without a slash at the end.
+        address: its root URL, without a trailing slash.
         worker: its worker.
-        decoder: of the model that it serves, for runs beside it.
+        decoder: the decoder of its model, to generate without the server.
         app: its ASGI application.
     """
 
@@ -43,20 +43,20 @@ class Running:
     app: ASGIApp
 
     def client(self, **options: Any) -> OpenAI:
-        """OpenAI's client, which does not try again."""
+        """Return an OpenAI client that does not retry."""
         given = {"api_key": "none", "max_retries": 0, **options}
         return OpenAI(base_url=f"{self.address}/v1", **given)
 
 
 def served(name: str = "small", cache_bytes: int = 1 << 28, **options: Any) -> ServedModel:
-    """The small model that repeats itself, ready to be served."""
+    """Return the small model that repeats itself, ready to be served."""
     decoder = stand_in_decoder(mlxspec.AutoDecoder, memory_tokens=0)
     decoder.costs = given_costs(FLAT)
     return ServedModel(name, decoder, CacheOptions(**options), cache_bytes)
 
 
 def served_with_tools() -> ServedModel:
-    """The same model with a chat template that knows tools, of which its outputs make no sense."""
+    """Return the same model with a chat template that takes tools; it never calls any."""
     model = served()
     model.decoder.tokenizer = with_tools(model.decoder.tokenizer, "json_tools", CHATML)
     return model
@@ -65,13 +65,13 @@ def served_with_tools() -> ServedModel:
 def served_random(
     markers: Sequence[str], name: str = "random", parser: str = "json_tools"
 ) -> ServedModel:
-    """A model of bytes with random weights.
+    """Return a byte-level model with random weights.
 
-    Only a constraint makes sense of its outputs.
+    Its outputs are meaningful only under a constraint.
 
     Args:
         markers: the tokens besides the bytes; with ``<think>`` it reasons.
-        name: in requests.
+        name: the model's name in requests.
         parser: as for :func:`tests.support.chat_tokenizer.chat_tokenizer`.
     """
     tokenizer = chat_tokenizer(parser, markers=markers)
@@ -82,7 +82,7 @@ def served_random(
 
 
 def memory_with_room(model: ServedModel, nbytes: int) -> ServerMemory:
-    """A server's memory in which this model leaves so much room."""
+    """Return a server's memory in which this model leaves ``nbytes`` free."""
     memory = ServerMemory()
     memory.add(model)
     return ServerMemory(memory.bound_for(Need(nbytes)))
@@ -97,14 +97,14 @@ def running_server(
     memory: ServerMemory | None = None,
     **options: Any,
 ) -> Iterator[Running]:
-    """A server that answers until the end of the block.
+    """Run a server until the end of the block.
 
     Args:
-        model: what it serves.
-        limits: of its worker.
-        send_buffer: bytes that the system takes of what a client has not read yet.
+        model: the model to serve.
+        limits: options of its worker.
+        send_buffer: bytes of unread data that the system buffers for a client.
         patience: seconds for which a client may read nothing.
-        memory: its bound on memory.
+        memory: its memory limit.
         options: as for :func:`mlxspec.server.app.create_app`.
     """
     model = model or served()

@@ -1,4 +1,4 @@
-"""Where third-party models, tokenizers and traces are; they are not part of the repository."""
+"""The folder of third-party models, tokenizers and traces, which the repository lacks."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""Runs pytest at rank 0, with the small model that most tests of the server use split over all.
+"""Run pytest at rank 0, with the small model of the server tests split over all ranks.
 
     mlx.launch -n 3 --backend ring -m tests.support.split_tests tests/server/test_openai.py
 
-A test that lets a forward fail at rank 0 alone ends all ranks: ``-k "not how_it_fails"``.
+Add ``-k "not how_it_fails"``: a forward that fails at rank 0 alone ends all ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Chat templates in the shapes of well-known models, which take system messages differently."""
+"""Chat templates like those of well-known models, which differ in their system messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls made in several threads at once, with as many switches between them as can be had."""
+"""Run calls in concurrent threads that switch as often as possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 
 def at_once(*calls: Callable[[], Result]) -> list[Result]:
-    """Make each call in a thread of its own; their results, or what one of them raised."""
+    """Run each call in its own thread; return their results or raise an exception of one."""
     start = Barrier(len(calls))
 
     def run(call: Callable[[], Result]) -> Result:

@@ -17,7 +17,7 @@ from tests.support.shared import SHARED
 
 DEMO = DEMO_DIRECTORY / "tokenizer.model"
 SENTENCEPIECE = {"demo": DEMO}
-"""SentencePiece models by name: the bundled one, and published ones where they are there."""
+"""SentencePiece models by name: the bundled one, and published ones where available."""
 if SHARED.is_dir():
     SENTENCEPIECE |= {
         "mistral v1": SHARED / "tokenizers/mistral/tokenizer.model.v1",
@@ -30,7 +30,7 @@ _SAMPLE = Path(__file__).with_name("random_models.py").read_text() + "日本語 
 
 @cache
 def sentencepiece(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that a SentencePiece model is rebuilt as."""
+    """Return the tokenizer rebuilt from a SentencePiece model."""
     return PreTrainedTokenizerFast(
         tokenizer_object=build_tokenizer(path)[0], bos_token="<s>", eos_token="</s>"
     )
@@ -38,7 +38,7 @@ def sentencepiece(path: Path) -> PreTrainedTokenizerFast:
 
 @cache
 def byte_level() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer as GPT-2's, with two special tokens."""
+    """Return a byte-level tokenizer like GPT-2's, with two special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -54,7 +54,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 @cache
 def word_piece() -> PreTrainedTokenizerFast:
-    """A WordPiece tokenizer as BERT's."""
+    """Return a WordPiece tokenizer like BERT's."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
@@ -66,7 +66,7 @@ def word_piece() -> PreTrainedTokenizerFast:
 
 
 def wrap(tokenizer: PreTrainedTokenizerFast, **settings: Any) -> TokenizerWrapper:
-    """A tokenizer in mlx-lm's wrapper, with our detokenizer as a loaded one has it."""
+    """Wrap a tokenizer as loading does: in mlx-lm's wrapper, with our detokenizer."""
     wrapper = TokenizerWrapper(tokenizer, **settings)
     wrapper._mlxspec_detokenizer = streaming_detokenizer(tokenizer)
     return wrapper

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class FakeTokenizer:
-    """Has the tokens ``<prefix>0``, ``<prefix>1``, … under the ids 0, 1, …"""
+    """A tokenizer whose tokens 0, 1, … are ``<prefix>0``, ``<prefix>1``, …"""
 
     def __init__(self, name: str = "first", size: int = 100, prefix: str = "t") -> None:
         self.name_or_path = name

@@ -1,6 +1,6 @@
-"""Writes ``.pth`` files as PyTorch does, opcode by opcode, without PyTorch.
+"""Write ``.pth`` files opcode by opcode, in PyTorch's format but without PyTorch.
 
-That PyTorch reads the same from them is tested where it is installed.
+Where PyTorch is installed, a test checks that it reads them back.
 """
 
 import struct
@@ -40,20 +40,20 @@ class Call:
 
 @dataclass(frozen=True)
 class Persistent:
-    """An object that lies outside of the pickle."""
+    """An object stored outside the pickle."""
 
     identifier: tuple
 
 
 @dataclass(frozen=True)
 class Raw:
-    """Opcodes as they are."""
+    """Opcodes to write unchanged."""
 
     code: bytes
 
 
 def dumps(value: Any) -> bytes:
-    """A whole pickle of protocol 2."""
+    """Return a complete pickle of protocol 2."""
     return b"\x80\x02" + _encode(value) + b"."
 
 
@@ -88,14 +88,14 @@ def _encode(value: Any) -> bytes:
 
 
 def storage(dtype: str, record: str, numel: int) -> Persistent:
-    """The reference to a record of the archive."""
+    """Return the reference to a record of the archive."""
     return Persistent(("storage", Global("torch", STORAGE_TYPES[dtype]), record, "cpu", numel))
 
 
 def tensor(
     place: Persistent, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0
 ) -> Call:
-    """A view of a storage, as ``torch.save`` writes it."""
+    """Return a view of a storage as ``torch.save`` writes it."""
     hooks = Call(Global("collections", "OrderedDict"), ())
     return Call(
         Global("torch._utils", "_rebuild_tensor_v2"),
@@ -111,7 +111,7 @@ def write_archive(
     byteorder: str = "little",
     compression: int = zipfile.ZIP_STORED,
 ) -> None:
-    """The zip archive around a pickle and the bytes of its storages."""
+    """Write the zip archive of a pickle and its storages' bytes."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         archive.writestr("archive/data.pkl", pickle)
         archive.writestr("archive/byteorder", byteorder)
@@ -121,7 +121,7 @@ def write_archive(
 
 
 def save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """A state dict of contiguous tensors; ``uint16`` arrays are the bits of bfloat16 ones."""
+    """Save a state dict of contiguous tensors; ``uint16`` arrays are bits of bfloat16 tensors."""
     state, records = {}, {}
     for index, (name, array) in enumerate(arrays.items()):
         dtype = "bfloat16" if array.dtype == np.uint16 else array.dtype.name
@@ -132,10 +132,10 @@ def save(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def bfloat16_bits(array: np.ndarray) -> np.ndarray:
-    """The upper 16 bits of float32 numbers: truncation, which is exact for short ones."""
+    """Truncate float32 numbers to their upper 16 bits; exact for numbers with short mantissas."""
     return (array.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
 def from_bfloat16_bits(bits: np.ndarray) -> np.ndarray:
-    """The float32 numbers that have these upper bits."""
+    """Return the float32 numbers with these upper 16 bits."""
     return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -150,17 +150,17 @@ _PATIENCE = 5.0  # seconds
 
 
 @contextmanager
-def told_if_slow(what: str) -> Iterator[None]:
-    """As :func:`waiting_bar`; without a terminal, slow work is told once."""
+def note_if_slow(what: str) -> Iterator[None]:
+    """Like :func:`waiting_bar`; without a terminal, print one note if the work is slow."""
     console = error_console()
-    telling = Timer(_PATIENCE, note, [f"{what[0].lower()}{what[1:]} …"])
+    timer = Timer(_PATIENCE, note, [f"{what[0].lower()}{what[1:]} …"])
     if not console.is_interactive:
-        telling.start()
+        timer.start()
     try:
         with waiting_bar(what, console):
             yield
     finally:
-        telling.cancel()
+        timer.cancel()
 
 
 def folding_table(heading: str, *others: str, caption: str | None = None) -> Table:

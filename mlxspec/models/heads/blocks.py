@@ -110,7 +110,7 @@ class DFlash(Head):
     def make_cache(self) -> list[Any]:
         """One cache per layer of the head.
 
-        Layers with a sliding window also keep all entries. A rotating cache cannot be cut back,
+        Layers with a sliding window also keep all entries. A rotating cache cannot be trimmed,
         since it has lost the older entries that the window would then reach.
         """
         return [KVCache() for _ in self.layers]

@@ -262,7 +262,7 @@ def norms_centred_at_zero(weights: Weights, raw: bool = False) -> list[str]:
     """The names of the norms of Qwen's MTP whose weights are centred at 0 instead of 1.
 
     In original checkpoints these are all norms; in converted ones, none or some. A norm's own mean
-    does not tell: trained gains of the two norms before ``fc`` are 0.3 and 0.5 in Qwen 3.6, and
+    does not show it: trained gains of the two norms before ``fc`` are 0.3 and 0.5 in Qwen 3.6, and
     others exceed 1.5 by far. So the layer's norms decide together, by the median of their means,
     and those before ``fc`` follow them (jundot/omlx#3750). The final norm decides for itself, since
     some files have converted it alone (jundot/omlx#1507).

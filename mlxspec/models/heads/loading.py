@@ -47,7 +47,7 @@ _KINDS: dict[str, type[Head]] = {
     "dspark": DSpark,
 }
 
-LEFT_OUT = "the head that comes with the model is left out: %s"
+LEFT_OUT = "the head that comes with the model is not used: %s"
 """The warning about a head that comes with the model but cannot be used."""
 
 CONVERTED = "mlxspec_converted"
@@ -105,7 +105,7 @@ def find_head(directory: Path) -> HeadFiles:
         if (own := own_head(directory)) is not None:
             return own
         raise LoadError(
-            f"{directory}: neither a trained head nor a model that carries one (most converted "
+            f"{directory}: neither a trained head nor a model with one (most converted "
             f"models do not): name the original model or a published head; {_SUPPORTED}"
         )
     if name not in _KINDS:
