@@ -7,15 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from heapq import heappop, heappush
-from itertools import count
+from typing import NamedTuple
 
 from ..corpus.memory import LEADING_TOKENS, Memory
 from ..corpus.store import Store
 from ..corpus.suffix_index import (
     EXCERPT_TOKENS,
     MAX_LENGTH,
-    Continuation,
     Excerpts,
     Occurrence,
     SuffixIndex,
@@ -23,7 +21,7 @@ from ..corpus.suffix_index import (
     excerpts,
 )
 from .acceptance import AcceptanceModel, Estimate, TokenClasses
-from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep, united
+from .drafter import Drafter, VerifiedStep
 from .learned import Experience
 
 CONTEXT = "context"
@@ -35,9 +33,7 @@ OTHERS = "other"
 
 # Where these come from: notes/planner.md, "Constants".
 _LESSONS = 8  # tokens of a step to learn from; in a copy, more tokens teach nothing new
-_CHILDREN = 6  # the most children of a node; further ones are never likely enough
 _EARLIER_OCCURRENCES = 8  # the most occurrences to request from each earlier text
-_LEAST_P_REACHED = 0.01  # less likely nodes do not pay on any machine
 
 
 class SuffixSource(Drafter):
@@ -81,7 +77,7 @@ class SuffixSource(Drafter):
         self._building = executor.submit(SuffixIndex, prompt)
         executor.shutdown(wait=False)
         self._prompt = prompt
-        self._trees: list[SuffixTree] = []
+        self._roots: list[TextNode] = []
         self._acceptance.begin(self._experience.of_kind(prompt), len(prompt))
         self._others: dict[str, tuple[Callable[..., Excerpts], AcceptanceModel]] = {}
         for name, texts in ((MEMORY, self._memory), (STORE, self._store)):
@@ -98,19 +94,18 @@ class SuffixSource(Drafter):
             self._others[PREDICTION] = look_up, acceptance
         self.earned: Counter[str] = Counter()
 
-    def search(self, limits: Limits) -> DraftTree:
-        """The tokens that may follow the current one, the likeliest first, with ``p_reached``."""
+    def search(self, max_depth: int) -> list[TextNode]:
+        """The roots of the tokens that may follow the current one, one for each text."""
         index = self._building.result()
         last, tail = index.tokens[-1], index.tokens[-MAX_LENGTH:] if self._others else ()
-        depth = min(limits.max_depth, limits.nodes, EXCERPT_TOKENS)
-        found = index.occurrences()
-        self._trees = [SuffixTree(last, CONTEXT, index.tokens, found, self._acceptance, limits)]
+        found = [(Text(CONTEXT, index.tokens, self._acceptance), index.occurrences())]
         for name, (look_up, acceptance) in self._others.items():
-            tokens, occurrences = look_up(tail, _EARLIER_OCCURRENCES, depth)
-            if occurrences:
-                tree = SuffixTree(last, name, tokens, occurrences, acceptance, limits)
-                self._trees.append(tree)
-        return united([tree.tree() for tree in self._trees], limits)
+            tokens, occurrences = look_up(
+                tail, _EARLIER_OCCURRENCES, min(max_depth, EXCERPT_TOKENS)
+            )
+            found.append((Text(name, tokens, acceptance), occurrences))
+        self._roots = [TextNode(text, last, places) for text, places in found if places]
+        return self._roots
 
     def observe(self, step: VerifiedStep) -> None:
         self.earned["steps"] += 1
@@ -119,9 +114,9 @@ class SuffixSource(Drafter):
         for node in step.accepted:
             own = origins[node] in (CONTEXT, *self._others)
             self.earned[origins[node] if own else OTHERS] += 1
-        for tree in self._trees:
-            tree.learn(step.tokens)
-        self._trees = []
+        for root in self._roots:
+            root.learn(step.tokens)
+        self._roots = []
         self._building.result().extend(step.tokens)
 
     def end(self) -> None:
@@ -131,79 +126,83 @@ class SuffixSource(Drafter):
         del self._building
 
 
-class SuffixTree(TreeBuilder):
-    """A tree of continuations, grown best first.
+class Text(NamedTuple):
+    """A text in which the context's end occurs.
 
-    A node's probability is the product of its parent's probability, the probability that its better
-    siblings are wrong, and its own p_accept. It never exceeds its parent's, so for any n the first
-    n nodes form a tree.
+    Attributes:
+        name: the origin of drafts from it.
+        tokens: its tokens.
+        acceptance: estimates the probabilities of continuations.
+    """
 
-    The tree grows as long as the next node may belong to the best draft.
+    name: str
+    tokens: Sequence[int]
+    acceptance: AcceptanceModel
+
+
+class TextNode:
+    """A node of the tree of a text's continuations.
 
     Args:
-        root: the current token.
-        name: the origin of the nodes.
-        text: the text that was searched.
-        occurrences: the places in the text where the context's end occurs, the longest match first.
-        acceptance: estimates the probabilities of continuations.
-        limits: the limits of the tree.
+        text: the text.
+        token: the node's token.
+        occurrences: the places in the text where the context's end and the path to this node occur,
+            the longest match first.
+        above: the parent; None for the root, the current token.
     """
+
+    __slots__ = ("_above", "_children", "_depth", "_estimates", "_occurrences", "_text", "token")
 
     def __init__(
         self,
-        root: int,
-        name: str,
-        text: Sequence[int],
+        text: Text,
+        token: int,
         occurrences: list[Occurrence],
-        acceptance: AcceptanceModel,
-        limits: Limits,
+        above: TextNode | None = None,
     ) -> None:
-        super().__init__(root)
-        self.name, self._text, self._acceptance = name, text, acceptance
-        self._limits = limits
-        # For each node, the tokens that follow it in the text, and their estimates.
-        self._proposals: list[tuple[list[int], list[Estimate]]] = []
-        # An entry is: the negative p_reached, a serial number, the parent, occurrences, the path.
-        self._frontier: list[tuple[float, int, int, list[Occurrence], list[int]]] = []
-        self._serial = count()  # breaks ties: the older entry comes first
-        self._grow(occurrences)
+        self._text, self.token, self._occurrences, self._above = text, token, occurrences, above
+        self._depth: int = above._depth + 1 if above else 0
+        self._children: list[tuple[int, float, TextNode]] = []
+        self._estimates: list[Estimate] = []
+
+    @property
+    def origin(self) -> str:
+        return self._text.name
+
+    def children(self, most: int) -> list[tuple[int, float, TextNode]]:
+        """Like :meth:`mlxspec.drafting.candidates.SourceNode.children`.
+
+        A child is right with its own p_accept, if none of the better children is.
+        """
+        _, tokens, acceptance = self._text
+        depth = self._depth
+        found = continuations(tokens, self._occurrences, depth, self._path)
+        self._estimates = acceptance.estimate(found, len(tokens), depth, self.token, most)
+        left = 1.0  # the probability that no child so far is right
+        for (token, _, _, followed), (p_accept, _, _) in zip(found, self._estimates, strict=False):
+            child = TextNode(self._text, token, followed, self)
+            self._children.append((token, left * p_accept, child))
+            left *= 1 - p_accept
+        return self._children
 
     def learn(self, emitted: Sequence[int]) -> None:
         """Learn from the tokens that followed, whether or not they were drafted."""
-        node: int | None = 0
+        node = self
         for token in emitted[:_LESSONS]:
-            if node is None:
+            if not node._estimates:
                 return
-            tokens, estimates = self._proposals[node]
-            if tokens:
-                right = tokens.index(token) if token in tokens else None
-                self._acceptance.learn(estimates, right)
-            node = self.find(node, token)
-
-    def _grow(self, occurrences: list[Occurrence]) -> None:
-        """Grow the tree from the root, the likeliest nodes first."""
-        self._expand(0, 1.0, occurrences, [])
-        while self._frontier and len(self.p_reached) < self._limits.nodes:
-            negative_p, _, parent, occurrences, path = heappop(self._frontier)
-            if -negative_p < max(_LEAST_P_REACHED, self._limits.least_p[len(self.p_reached)]):
+            tokens = [token for token, _, _ in node._children]
+            right = tokens.index(token) if token in tokens else None
+            self._text.acceptance.learn(node._estimates, right)
+            if right is None:
                 return
-            node = self.child(parent, path[-1], -negative_p, self.name)
-            self._expand(node, -negative_p, occurrences, path)
+            node = node._children[right][2]
 
-    def _expand(
-        self, node: int, p_node: float, occurrences: list[Occurrence], path: list[int]
-    ) -> None:
-        """Rank a node's continuations and add them to the frontier."""
-        limits, found = self._limits, list[Continuation]()
-        if len(path) < limits.max_depth:
-            found = continuations(self._text, occurrences, path)
-        most = _CHILDREN if limits.branching else 1
-        estimates = self._acceptance.estimate(
-            found, len(self._text), len(path), self.tokens[node], most
-        )
-        self._proposals.append(([one.token for one in found[: len(estimates)]], estimates))
-        left = p_node  # the probability that no child so far is right
-        for (token, _, _, followed), (p_accept, _, _) in zip(found, estimates, strict=False):
-            entry = -left * p_accept, next(self._serial), node, followed, [*path, token]
-            heappush(self._frontier, entry)
-            left *= 1 - p_accept
+    def _path(self) -> list[int]:
+        """The tokens from the root's child to this node."""
+        path: list[int] = []
+        node = self
+        while node._above:
+            path.append(node.token)
+            node = node._above
+        return path[::-1]
