@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import repeat
@@ -216,6 +216,55 @@ class AcceptanceModel:
                 p_accept = min(max(p_accept, _LOWEST), _HIGHEST)
             estimates.append((p_accept, logit, features))
         return estimates
+
+    def unanimous(self, begin: Continuation, end: int) -> Callable[[int, int, int], float]:
+        """What :meth:`estimate` says of tokens on which all occurrences of a continuation agree.
+
+        Args:
+            begin: the continuation.
+            end: the length of the indexed text.
+
+        Returns:
+            a function that returns the p_accept of a token, given the token before it and that
+            one's depth, at least 1.
+        """
+        weights, classes, weight_of = self._unanimous, self._classes, self._corrections[0].get
+        by_length, of_class = weights["by_length"], weights["class"]
+        of_class_before = weights["class_before"]
+        _, matched, newest, agreed = begin
+        logit = (
+            weights["by_gap"][_NO_GAP]
+            + weights["hit_rate"] * self._logit_hit_rate
+            + weights["share"]
+            + (weights["log_agreeing"] + weights["log_occurrences"]) * log(len(agreed))
+            + weight_of(_LENGTH + _FORMS * bisect(_LENGTH_BOUNDS, matched), 0.0)
+            + weight_of(_GAP + _NO_GAP, 0.0)
+        )
+        if self._earlier:
+            logit += weights["earlier"]
+        else:
+            logit += weights["log_age"] * log(end - newest + 1)
+        first_in_output = 0 if self._earlier else self._output_start - newest
+        right, known = self._run, len(classes)
+
+        def p_accept(token: int, before: int, depth: int) -> float:
+            token_class = classes[token] if token < known else UNKNOWN
+            class_before = classes[before] if before < known else UNKNOWN
+            length, run = matched + depth, (right + depth).bit_length()
+            total = (
+                logit
+                + by_length[length if length < _MAX_LENGTH else _MAX_LENGTH]
+                + of_class[token_class]
+                + of_class_before[class_before]
+                + weight_of(_RUN + 2 * (run if run < _LONGEST_RUN else _LONGEST_RUN) + 1, 0.0)
+                + weight_of(_CLASSES + _N_CLASSES * class_before + token_class, 0.0)
+                + weight_of(_IN_PROMPT + (_FORMS if depth < first_in_output else 0), 0.0)
+                + weight_of(TOKEN_FEATURES + token, 0.0)
+            )
+            p = 1 / (1 + exp(-total))
+            return _LOWEST if p < _LOWEST else _HIGHEST if p > _HIGHEST else p
+
+        return p_accept
 
     def learn(self, estimates: Sequence[Estimate], right: int | None) -> None:
         """Learn which of a node's continuations was right.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
-from typing import Protocol, Self
+from typing import Protocol
 
 from .drafter import DraftTree
 
@@ -21,8 +21,8 @@ class SourceNode(Protocol):
     def origin(self) -> str:
         """A word for where the node comes from."""
 
-    def children(self, most: int) -> Sequence[tuple[int, float, Self]]:
-        """The best children, at most ``most``, the likeliest first.
+    def children(self, most: int) -> Sequence[tuple[int, float, SourceNode]]:
+        """The best children, at most ``most``, the likeliest first; requested only once.
 
         Returns:
             for each child, its token, the probability that it is right if this node is, and the
@@ -42,7 +42,7 @@ class TreeNode:
             for child, parent in zip(nodes[1:], tree.parents[1:], strict=True):
                 nodes[parent]._children.append(child)
 
-    def children(self, most: int) -> list[tuple[int, float, TreeNode]]:
+    def children(self, most: int) -> list[tuple[int, float, SourceNode]]:
         likeliest = sorted(self._children, key=lambda child: -child._p)
         return [(child._token, child._p / (self._p or 1.0), child) for child in likeliest[:most]]
 
@@ -78,12 +78,10 @@ class Candidates:
         self._most, self._max_depth = _CHILDREN if branching else 1, max_depth
         # An entry has a node to be added: its negative p_reached, a serial number by which the
         # older one of equal entries comes first, its parent, its token, and its sources' nodes.
-        self._heap: list[_Entry] = []
         self._serial = count()
-        children = self._children(0, 1.0, roots)
-        for entry in children:
-            heappush(self._heap, entry)
-        self.p_next = -sum(entry[0] for entry in children)
+        self._heap = self._children(0, 1.0, roots)
+        heapify(self._heap)
+        self.p_next = -sum(entry[0] for entry in self._heap)
 
     def __len__(self) -> int:
         """The number of nodes that have been added."""
@@ -112,13 +110,14 @@ class Candidates:
             heappush(self._heap, entry)
 
     def _children(self, node: int, p_node: float, sources: Sequence[SourceNode]) -> list[_Entry]:
-        """The entries of a node's children."""
+        """The entries of a node's children, the likeliest first."""
         if self._depths[node] >= self._max_depth:
             return []
         if len(sources) == 1:
-            entries = [
+            found = sources[0].children(self._most)
+            entries: list[_Entry] = [
                 (-p_node * p, next(self._serial), node, token, (child,))
-                for token, p, child in sources[0].children(self._most)
+                for token, p, child in found
             ]
         else:
             entries = self._merged(node, p_node, sources)[: self._most]

@@ -90,11 +90,13 @@ class FixedCosts:
         sync_overhead: the time that a plain step takes longer than a pipelined one if its forward
             is dispatched only after the last token was read, as a share of the pipelined step.
         wants_plain_steps: whether plain steps should run between drafted ones, to measure them.
+        steps: the number of steps recorded; always 0.
     """
 
     curve: CostCurve
     sync_overhead: float = USUAL_SYNC_OVERHEAD
     wants_plain_steps: bool = False
+    steps: int = 0
 
     @property
     def hopeful(self) -> CostCurve:
@@ -561,6 +563,9 @@ class LiveCosts:
 
     Args:
         known: the measured times, as for :class:`LiveTimes`.
+
+    Attributes:
+        steps: the number of steps that this generation, or these sequences, have recorded.
     """
 
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
@@ -600,6 +605,7 @@ class LiveCosts:
 
     def _begin_run(self) -> None:
         """Forget the latest steps, since each generation has its own runs of steps."""
+        self.steps = 0
         self._plain_steps = 0  # consecutive ones
         # In the last run of plain steps: the seconds of the step that waited, and of the last
         # pipelined one.
@@ -660,6 +666,7 @@ class LiveCosts:
                 time.
             pipelined: whether its forward was dispatched during the previous step.
         """
+        self.steps += 1
         with self._lock:
             self._record(rows, seconds, pipelined)
             self._live.ran(rows)

@@ -244,6 +244,8 @@ class VerifiedStep:
             ``observe`` after the previous step; 0 if not measured.
         drafting: the part of ``seconds`` in which the drafter used the processor that also runs the
             forwards; 0 on a GPU.
+        planning: the seconds that the drafter took to propose this step's draft and to learn from
+            the previous step; of a joint plan, the sequence's share.
         pipelined: whether the previous step dispatched this step's forward.
         ahead: whether this step dispatched the next step's forward.
         context: the number of the context's positions, including ``tokens``.
@@ -260,6 +262,7 @@ class VerifiedStep:
     sequences: int = 1
     seconds: float = 0.0
     drafting: float = 0.0
+    planning: float = 0.0
     pipelined: bool = False
     ahead: bool = False
     context: int = 0

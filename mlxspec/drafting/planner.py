@@ -32,6 +32,8 @@ _FIRST_RATE = 1.2
 _CHANGE = 0.1  # the weight of the newest step in running averages
 
 _FIRST_BANK = 2.0
+_MOST_BUDGET = 0.5  # also at first; less than the bank, which then outlasts it
+_PLANNING = 0.02  # the share of time that planning may take beyond its gains
 _INCOME = 1.02  # per emitted token, so at 98 % of plain speed the bank neither grows nor shrinks
 _STAKE = 0.04  # the square of the allowed shortfall, divided by the product of bank and gain
 
@@ -42,6 +44,7 @@ _PATIENCE_PER_STEP = 0.1
 
 _MUCH_GAIN = 0.3
 _PROBE_ROUND = 60  # steps
+_JOINT_PROBE_ROUND = 180  # steps of several sequences
 _PROBE = range(42, 48)  # consecutive steps, since the first and the last do not show T(1)
 
 _ROWS_OF_A_TREE = 16
@@ -52,7 +55,7 @@ class Policy:
     """The state of one generation that decides how many of a step's candidates to verify.
 
     A draft's **gain** is the number of tokens that it adds to a plain step's, less the price of its
-    time. Three mechanisms limit drafts:
+    time. Four mechanisms limit drafts:
 
     - The *guard* is a bank of time that pays for drafts that fail. Each step deposits slightly more
       than its tokens, and withdraws its cost. The more the bank holds and the larger the gain, the
@@ -64,7 +67,9 @@ class Policy:
       had a draft, a change of costs would look like a change of the machine's speed. So while
       plain steps are wanted, six consecutive steps out of every 60 have no draft, unless drafts
       gain much. The count of steps continues in the next generation, since short generations
-      never reach 60 steps.
+      never reach 60 steps. In joint steps, one probe serves all sequences, one step in thirty.
+    - The *budget* is for planning itself. It receives what drafts are expected to gain, and a small
+      share of the time. While it is overdrawn, no drafts are searched for.
 
     Args:
         probe_step: the number of steps already counted towards the next probe.
@@ -74,6 +79,7 @@ class Policy:
         rate: the running average of the tokens per plain step's time.
         gain: the running average of the chosen drafts' gains; a step without a draft counts as 0.
         bank: the guard's balance, in plain steps.
+        budget: the time that planning may still take, in plain steps.
         ahead: whether the next step's forward has already been dispatched.
         patience: how long the drafts of other sequences may still delay this one, in plain joint
             steps.
@@ -83,13 +89,14 @@ class Policy:
         self.rate = _FIRST_RATE
         self.gain = 0.0
         self.bank = _FIRST_BANK
+        self.budget = _MOST_BUDGET
         self.patience = _FIRST_PATIENCE
         self.probe_step = probe_step
         self.ahead = False
 
     @property
     def probes(self) -> bool:
-        """Whether the next step is a probe: a plain step to measure."""
+        """Whether the next step, if it is not a joint step, is a probe: a plain step to measure."""
         return self.gain < _MUCH_GAIN and self.probe_step % _PROBE_ROUND in _PROBE
 
     def settle(
@@ -100,6 +107,7 @@ class Policy:
         gain: float,
         probing: bool,
         charge: float | None = None,
+        planning: float = 0.0,
     ) -> None:
         """Account for a completed step.
 
@@ -110,13 +118,16 @@ class Policy:
             probing: whether plain steps are wanted.
             charge: the amount to withdraw from the guard's bank if several sequences share the
                 step; by default the step's cost.
+            planning: the time that planning took, in plain steps.
         """
         emitted = len(step.tokens)
         self.ahead = step.ahead
         self.probe_step = self.probe_step + 1 if probing else 0
         self.gain += _CHANGE * (gain - self.gain)
         self.rate += _CHANGE * (emitted / cost - self.rate)
-        self.bank += _INCOME * emitted - (cost if charge is None else charge)
+        self.bank += _INCOME * emitted - (cost if charge is None else charge) - planning
+        budget = self.budget + _PLANNING + gain - planning
+        self.budget = min(max(budget, -_MOST_BUDGET), _MOST_BUDGET)
         patience = self.patience + _PATIENCE_PER_STEP + emitted - cost
         self.patience = min(max(patience, 0.0), _MOST_PATIENCE)
 
@@ -249,6 +260,7 @@ class Plan(NamedTuple):
         charge: the part of a joint step's time that the sequence's guard pays, in plain steps.
         head_time: the expected time that trained heads took before the step, in plain steps.
         head_seconds: the measured time that they took, in seconds.
+        seconds: the sequence's share of the time that planning a joint step took, in seconds.
         fault: the exception raised while planning.
     """
 
@@ -260,6 +272,7 @@ class Plan(NamedTuple):
     charge: float = 1.0
     head_time: float = 0.0
     head_seconds: float = 0.0
+    seconds: float = 0.0
     fault: Exception | None = None
 
     @property
@@ -347,7 +360,11 @@ class Planner(Drafter):
             row_costs: the lowest costs of a row after 0, 1, … nodes, for a constrained output.
             scale: the tokens that a cost of 1 must gain.
         """
-        roots = [root for source in self._sources for root in source.search(max_depth)]
+        if self.policy.budget < 0:
+            return self._candidates((), max_depth)
+        roots = list[SourceNode]()
+        for source in self._sources:
+            roots += source.search(max_depth)
         found = self._candidates(roots, max_depth)
         if self.guide is None:
             return found
@@ -466,7 +483,11 @@ class Planner(Drafter):
             cost = costs.curve(len(step.tree))
         cost += plan.head_time
         probing = costs.wants_plain_steps
-        self.policy.settle(step, cost, gain=plan.gain, probing=probing, charge=charge)
+        # While one sequence plans, all wait.
+        planning = step.sequences * step.planning / costs.seconds(1)
+        self.policy.settle(
+            step, cost, gain=plan.gain, probing=probing, charge=charge, planning=planning
+        )
         for source in self._all_sources:
             source.observe(step)
 
@@ -486,6 +507,8 @@ class Planner(Drafter):
         candidates, policy, costs = self._plan.candidates, self.policy, self.costs
         if candidates is None:
             return "planning has failed, as the log says"
+        if policy.budget < 0:
+            return "drafts have gained too little lately to search for one in every step"
         table = costs.hopeful.table
         if not len(candidates):
             return (
@@ -538,6 +561,7 @@ def plan_drafts(
     Returns:
         a plan for each planner; its ``fault`` is the exception of its drafters, if any.
     """
+    started = time.perf_counter()
     step = _Step(planners, costs, sequences, rows_taken, patient or sequences == 1)
     plans = step.run_heads(step.search())
     nodes = step.frontier([plan.candidates for plan in plans])
@@ -545,12 +569,14 @@ def plan_drafts(
     pipelined = n_draft == 0 and step.is_pipelined(nodes, plans)
     shares = nodes.shares(n_draft)
     parts = [shares[index] / n_draft if n_draft else 0.0 for index in range(len(plans))]
+    seconds = (time.perf_counter() - started - plans[0].head_seconds) / len(plans)
     return [
         plan._replace(
             n_draft=shares[index],
             gain=part * gain - plan.head_time,
             pipelined=pipelined,
             joint=costs if sequences > 1 else None,
+            seconds=seconds if sequences > 1 else 0.0,  # alone, the step measures it
             charge=plan.charge + part * step.more_time(n_draft),
         )
         for index, (plan, part) in enumerate(zip(plans, parts, strict=True))
@@ -600,6 +626,12 @@ class _Step:
         rates = zip(self._policies, self._weights, strict=True)
         self._rate = sum(policy.rate * weight for policy, weight in rates)
         self._rate += sequences - len(planners)
+        self._gain = sum(policy.gain for policy in self._policies)
+        if sequences == 1:
+            self._probes = self._policies[0].probes
+        else:
+            in_probe = costs.steps % _JOINT_PROBE_ROUND in _PROBE
+            self._probes = costs.wants_plain_steps and in_probe and self._gain < _MUCH_GAIN
 
     def search(self) -> list[Plan]:
         """Ask each planner for its candidates.
@@ -617,7 +649,7 @@ class _Step:
         return plans
 
     def frontier(self, candidates: Sequence[Candidates | None]) -> _Nodes:
-        """Take the best candidates of all sequences, except those whose next step is a probe.
+        """Take the best candidates of all sequences, or none if the next step is a probe.
 
         It ends where no further node can pay: where the next one adds fewer tokens than its row
         costs, at the lowest cost of any further row and at the price of time so far. The price can
@@ -626,7 +658,7 @@ class _Step:
         growing = {
             index: own
             for index, own in enumerate(candidates)
-            if own is not None and not self._policies[index].probes
+            if own is not None and not self._probes
         }
         taken = dict.fromkeys(growing, 0)
         heap = [(-own.p_of(0) * self._weights[index], index) for index, own in growing.items()]
@@ -663,7 +695,7 @@ class _Step:
             index: planner.head
             for index, (planner, plan) in enumerate(zip(self._planners, plans, strict=True))
             if planner.head and not plan.fault and planner.head.ready
-            if self._depths[index] > 0 and not self._policies[index].probes
+            if self._depths[index] > 0 and not self._probes
         }
         depth = self._depth_of_heads(plans, heads) if heads else 0
         if not depth:
@@ -762,11 +794,10 @@ class _Step:
         This holds for a step without drafts. The next step may be dispatched if drafts after these
         tokens are expected to gain no more than the wait costs.
         """
-        # While plain steps are wanted, one sequence's probe makes no other sequence wait.
-        if not nodes.candidates or (self._sequences > 1 and self._costs.wants_plain_steps):
+        if self._probes:
             return True
         most = self._sequences * self._costs.sync_overhead
-        if sum(policy.gain for policy in self._policies) > most:
+        if self._gain > most:
             return False
         for planner, plan in zip(self._planners, plans, strict=True):
             if planner.head and planner.head.trials and plan.p_next < _UNSURE:

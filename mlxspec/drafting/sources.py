@@ -160,7 +160,7 @@ class DrafterSource(Drafter):
             self._drafter.begin(list(prompt))
         self.spent = 0.0
 
-    def search(self, max_depth: int) -> list[TreeNode]:
+    def search(self, max_depth: int) -> Sequence[TreeNode]:
         """Like :meth:`mlxspec.drafting.suffix_source.SuffixSource.search`."""
         with self._asking():
             proposed = self._drafter.propose(max_depth)
