@@ -242,8 +242,8 @@ class VerifiedStep:
         sequences: the number of sequences that shared the forward.
         seconds: the wall time from the proposal to the commit, plus that of the drafter's
             ``observe`` after the previous step; 0 if not measured.
-        drafting: the part of ``seconds`` in which the drafter used the processor that also runs the
-            forwards; 0 on a GPU.
+        drafting: ``planning`` if the drafter used the processor that also runs the forwards; 0 on a
+            GPU.
         planning: the seconds that the drafter took to propose this step's draft and to learn from
             the previous step; of a joint plan, the sequence's share.
         pipelined: whether the previous step dispatched this step's forward.
@@ -411,6 +411,7 @@ def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
         choices=tuple(step.choices[row] for row in rows),
         argmaxes=tuple(step.argmaxes[row] for row in rows),
         accepted=tuple(own[node] for node in step.accepted if node in own),
+        planning=0.0,  # unknown, since the other drafters took a part of it
     )
 
 

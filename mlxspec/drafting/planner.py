@@ -483,8 +483,9 @@ class Planner(Drafter):
             cost = costs.curve(len(step.tree))
         cost += plan.head_time
         probing = costs.wants_plain_steps
-        # While one sequence plans, all wait.
-        planning = step.sequences * step.planning / costs.seconds(1)
+        # While one sequence plans, all wait. The time of heads is part of the cost.
+        spent = step.planning - (0.0 if plan.joint else plan.head_seconds)
+        planning = step.sequences * max(spent, 0.0) / costs.seconds(1)
         self.policy.settle(
             step, cost, gain=plan.gain, probing=probing, charge=charge, planning=planning
         )

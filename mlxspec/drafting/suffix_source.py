@@ -22,7 +22,7 @@ from ..corpus.suffix_index import (
     continuations,
     excerpts,
 )
-from .acceptance import AcceptanceModel, TokenClasses
+from .acceptance import AcceptanceModel, Estimate, TokenClasses
 from .candidates import SourceNode
 from .drafter import Drafter, VerifiedStep
 from .learned import Experience
@@ -166,6 +166,7 @@ class TextNode:
         self._text, self._token, self._occurrences = text, token, occurrences
         self._depth, self._path = depth, path
         self._most = 0
+        self._found: tuple[list[Continuation], list[Estimate]] = [], []
 
     @property
     def origin(self) -> str:
@@ -181,6 +182,7 @@ class TextNode:
         estimates = text.acceptance.estimate(
             found, len(text.tokens), self._depth, self._token, most
         )
+        self._found = found, estimates
         children: list[tuple[int, float, SourceNode]] = []
         left = 1.0  # the probability that no child so far is right
         for continuation, (p_accept, _, _) in zip(found, estimates, strict=False):
@@ -192,17 +194,17 @@ class TextNode:
     def learn(self, emitted: Sequence[int]) -> None:
         """Learn from the tokens that followed this root, whether or not they were drafted."""
         _, tokens, acceptance = self._text
-        occurrences, before, lessons = self._occurrences, self._token, []
-        for depth, token in enumerate(emitted[: _LESSONS if self._most else 0]):
-            found = continuations(tokens, occurrences, depth, lambda: emitted)
-            estimates = acceptance.estimate(found, len(tokens), depth, before, self._most)
+        (found, estimates), lessons = self._found, []
+        for depth, token in enumerate(emitted[:_LESSONS], start=1):
+            if not found:
+                break
             tried = [one.token for one in found[: self._most]]
             right = tried.index(token) if token in tried else None
-            if found:
-                lessons.append((estimates, right))
-            if right is None:
+            lessons.append((estimates, right))
+            if right is None or depth == min(len(emitted), _LESSONS):
                 break
-            before, occurrences = token, found[right].occurrences
+            found = continuations(tokens, found[right].occurrences, depth, lambda: emitted)
+            estimates = acceptance.estimate(found, len(tokens), depth, token, self._most)
         for estimates, right in lessons:
             acceptance.learn(estimates, right)
 
@@ -222,12 +224,10 @@ class TextRun:
     def __init__(
         self, text: Text, begin: Continuation, depth: int, path: Callable[[], list[int]]
     ) -> None:
-        self._text, self._depth, self._path = text, depth, path
-        self._occurrences, self._tokens = begin.occurrences, [begin.token]
-        (_, self._place), *others = begin.occurrences
-        self._others = [place for _, place in others]
+        self._text, self._begin, self._depth, self._path = text, begin, depth, path
+        self._tokens = [begin.token]
         self._end = len(text.tokens) - begin.newest  # from this depth on, the path is repeated
-        self._p_accept = text.acceptance.unanimous(begin, len(text.tokens))
+        self._p_accept: Callable[[int, int, int], float] | None = None  # until it is needed
 
     @property
     def origin(self) -> str:
@@ -236,6 +236,9 @@ class TextRun:
     def children(self, most: int) -> Sequence[tuple[int, float, SourceNode]]:
         """The next node, or those between which the occurrences differ."""
         depth, tokens = self._depth, self._text.tokens
+        if self._p_accept is None:
+            self._p_accept = self._text.acceptance.unanimous(self._begin, len(tokens))
+            self._place, *self._others = [place for _, place in self._begin.occurrences]
         if depth < self._end:
             token = tokens[self._place + depth]
             agree = all(tokens[place + depth] == token for place in self._others)
@@ -245,7 +248,7 @@ class TextRun:
                 self._depth = depth + 1
                 return ((token, p_accept, self),)
         last = self._tokens[-1]
-        node = TextNode(self._text, last, self._occurrences, depth, self._whole_path)
+        node = TextNode(self._text, last, self._begin.occurrences, depth, self._whole_path)
         return node.children(most)
 
     def _whole_path(self) -> list[int]:

@@ -153,14 +153,14 @@ class Sequence:
             plan: the sequence's plan, if a :class:`Batch` has planned; None asks the drafter.
         """
         self._started = time.perf_counter() - self._uncounted
-        planned = plan.seconds if plan else 0.0
         max_depth = self.max_depth
         planner = cast("Planner", self.drafter)
         proposed = planner.draft(plan) if plan else self.drafter.propose(max_depth)
         tree = self._fitting(proposed, max_depth)
         on_gpu = mx.default_device().type == mx.gpu
-        spent = time.perf_counter() - self._started
-        self._drafting, self._planning = 0.0 if on_gpu else spent, spent + planned
+        planned = plan.seconds if plan else 0.0
+        self._planning = planned + time.perf_counter() - self._started
+        self._drafting = 0.0 if on_gpu else self._planning
         self.proposed = len(tree) - 1
         self.tree = DraftTree.chain(self.last) if self.proposed and self.ahead else tree
 
@@ -541,6 +541,8 @@ class Batch:
                 return outcomes
             plan = next(iter(plans.values()))
             seconds = time.perf_counter() - started - plan.head_seconds
+            if together[0].pipelined:  # stands for plain decoding, which has no planner
+                seconds -= min(sum(step.drafting for step in together), seconds / 2)
             self._planned(partial(costs.record, rows, seconds, together[0].pipelined))
         return outcomes
 
