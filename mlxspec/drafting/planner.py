@@ -654,7 +654,7 @@ class _Step:
 
         It ends where no further node can pay: where the next one adds fewer tokens than its row
         costs, at the lowest cost of any further row and at the price of time so far. The price can
-        only rise with more nodes.
+        only rise with more nodes, and no such node can raise the best rate.
         """
         growing = {
             index: own
@@ -666,7 +666,7 @@ class _Step:
         heapify(heap)
         owners, expected = list[int](), [float(self._sequences)]
         best = expected[0] / self._table[1]
-        price = price_of_time(best, self._rate)
+        price = min(price_of_time(best, self._rate), best)
         cheapest = self._curve.cheapest_rows[self._taken :]
         while heap and len(owners) < self._max_nodes:
             negative_gain, index = heap[0]
@@ -676,7 +676,7 @@ class _Step:
             expected.append(expected[-1] - negative_gain)
             rate = expected[-1] / self._table[len(expected)]
             if rate > best:
-                best, price = rate, price_of_time(rate, self._rate)
+                best, price = rate, min(price_of_time(rate, self._rate), rate)
             taken[index] += 1
             own = growing[index]
             if taken[index] > len(own):
