@@ -29,8 +29,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mlxspec.corpus.answer_index import AnswerIndex
 from mlxspec.corpus.answers import KeptAnswers, identify
-from mlxspec.corpus.memory import Memory
 
 VOCABULARY = 32_000
 LOOKUPS = 5000
@@ -94,7 +94,7 @@ def _put(results, function, *arguments) -> None:  # type: ignore[no-untyped-def]
 
 def learn(directory: Path, tokens: int) -> float:
     """CPU seconds per token."""
-    memory = Memory(10**9, kept=KeptAnswers(directory, identify(Words())))
+    memory = AnswerIndex(10**9, kept=KeptAnswers(directory, identify(Words())))
     answers = Answers(tokens, 1)
     used = 0.0
     for number, answer in enumerate(answers.up_to(tokens)):
@@ -112,7 +112,7 @@ def draft(directory: Path, tokens: int) -> tuple[float, float, float, int]:
     """Seconds to open it, of the median look-up and of the 99th percentile; the number of files."""
     identity = identify(Words())
     started = time.perf_counter()
-    memory = Memory(kept=KeptAnswers(directory, identity))
+    memory = AnswerIndex(kept=KeptAnswers(directory, identity))
     opened = time.perf_counter() - started
     memory.settle()
     other = Answers(tokens, 2).answer(MOST)
@@ -143,7 +143,7 @@ def index_short(directory: Path) -> tuple[float, float]:
     identity = identify(Words())
     other = KeptAnswers(directory, identity)
     started = time.perf_counter()
-    memory = Memory(10**9, kept=KeptAnswers(directory, identity))
+    memory = AnswerIndex(10**9, kept=KeptAnswers(directory, identity))
     memory.settle()
     indexed = time.perf_counter() - started
     costs = []

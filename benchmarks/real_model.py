@@ -54,7 +54,7 @@ from mlxspec.bench.measure import (
 from mlxspec.bench.prompts import BenchPrompt, limited, message, read_prompts
 from mlxspec.bench.replay import replay
 from mlxspec.cli.common.output import folding_table, print_tables, ratio
-from mlxspec.corpus.memory import MAX_TOKENS, Memory
+from mlxspec.corpus.answer_index import MAX_TOKENS, AnswerIndex
 from mlxspec.drafting.costs import FixedCosts
 from mlxspec.drafting.planner import Planner
 from mlxspec.engine.params import SamplingParams
@@ -82,7 +82,7 @@ class Methods:
     ) -> None:
         self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
         self.cold = Decoder(model, tokenizer, Auto())
-        decoder = Decoder(model, tokenizer, Auto(Memory()))
+        decoder = Decoder(model, tokenizer, Auto(AnswerIndex()))
         self.after = decoder.apart(MAX_TOKENS)  # without the experience that is kept on disk
         self.streams: dict[str, Stream] = {
             MLX_LM: self._mlx_lm,

@@ -1,6 +1,6 @@
 """Eight clients, good and bad, use `mlxspec serve` for a while; nothing may go wrong.
 
-    python benchmarks/serve_soak.py [MINUTES] [--model MODEL | --memory SIZE] [--seed SEED]
+    python benchmarks/serve_soak.py [MINUTES] [--model MODEL | --memory-limit SIZE] [--seed SEED]
 
 First the server is killed a few times, while it works and while it writes its files, and must start
 again without reading a broken file. Then, for MINUTES (20 by default), clients with several keys
@@ -14,8 +14,8 @@ the server is always healthy, and that it is idle at the end. Each minute it pri
 memory by kind. In runs of 10 minutes or more, none may grow from the third quarter of the time to
 the last, and the resident memory not from the second.
 
-With --memory, such as 300M, the server has this bound, and its model is a random one whose caches
-are large, so that requests wait for memory. MLX may never take more.
+With --memory-limit, such as 300M, the server has this bound, and its model is a random one whose
+caches are large, so that requests wait for memory. MLX may never take more.
 
 Exits with 1 if a check failed. Runs with the BLAS of MLX's wheel, where a joint forward gives each
 sequence exactly the numbers that it gets alone.
@@ -654,7 +654,7 @@ def serve(model: str, directory: Path, memory: str | None) -> Any:
 
     The keys and the model with tools are in the current directory.
     """
-    bound = ["--memory", memory] if memory else ["--cache-bytes", str(_CACHE_BYTES)]
+    bound = ["--memory-limit", memory] if memory else ["--cache-bytes", str(_CACHE_BYTES)]
     limits = ["--concurrency", str(_CONCURRENCY), *bound]
     files = ["--cache-dir", str(directory), "--api-key-file", "keys"]
     models = ["--model", model, "--model", _TOOLS]
@@ -750,10 +750,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("minutes", nargs="?", type=float, default=20.0)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--memory")
+    parser.add_argument("--memory-limit")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    memory = asked.memory
+    memory = asked.memory_limit
     model = str(Path(asked.model).resolve()) if Path(asked.model).exists() else asked.model
     with tempfile.TemporaryDirectory() as temporary, chdir(temporary):
         copy_with_tools(DEMO_DIRECTORY, Path(_TOOLS))

@@ -5,7 +5,7 @@ from .compat import augment as augment
 from .compat import batch_generate as batch_generate
 from .compat import generate as generate
 from .compat import stream_generate as stream_generate
-from .corpus.memory import Memory as Memory
+from .corpus.answer_index import AnswerIndex as AnswerIndex
 from .drafting.drafter import Drafter as Drafter
 from .drafting.drafter import DraftTree as DraftTree
 from .drafting.drafter import VerifiedStep as VerifiedStep

@@ -31,7 +31,7 @@ from mlx_lm.generate_utils import BatchStats
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
-from .corpus.memory import Memory
+from .corpus.answer_index import AnswerIndex
 from .engine.draft_model import DraftModelDrafter, check_vocabularies
 from .engine.target import Progress
 from .errors import OptionError
@@ -194,7 +194,7 @@ class _KeptDecoder(AutoDecoder):
         self._model = weakref.ref(model)
 
 
-MemoryOf = Callable[[TokenizerWrapper], Memory | None]
+MemoryOf = Callable[[TokenizerWrapper], AnswerIndex | None]
 """Returns the memory that a tokenizer's decoders share; None if each has its own."""
 
 _memory_of: list[MemoryOf] = [lambda tokenizer: None]

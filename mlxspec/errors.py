@@ -50,4 +50,4 @@ def whole(name: str, value: object) -> int:
 
 
 class FileError(MlxspecError):
-    """A store, prompt cache, saved chat, settings file or report could not be read or written."""
+    """A prompt cache, saved chat, settings file or report could not be read or written."""

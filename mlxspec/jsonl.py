@@ -21,8 +21,21 @@ def load_json(text: str | bytes, parse: Callable[[str], Any] = json.loads) -> An
     if isinstance(text, bytes):
         text = text.decode("utf-8-sig")
     value = parse(text)
-    if _SURROGATE.search(text):
-        value = json.loads(without_lone_surrogates(json.dumps(value, ensure_ascii=False)))
+    return _mended(value) if _SURROGATE.search(text) else value
+
+
+_PIECE = 1 << 20  # characters; other threads wait while one is encoded
+
+
+def _mended(value: Any) -> Any:
+    """A JSON value without lone surrogates."""
+    if isinstance(value, str) and not value.isascii():
+        pieces = (value[at : at + _PIECE] for at in range(0, len(value), _PIECE))
+        return "".join(map(without_lone_surrogates, pieces))
+    if isinstance(value, list):
+        return [*map(_mended, value)]
+    if isinstance(value, dict):
+        return {_mended(name): _mended(one) for name, one in value.items()}
     return value
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,6 +69,22 @@ def prefer_openblas() -> None:
     os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "16")
     with suppress(OSError):
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause Python's cyclic garbage collector.
+
+    A tokenizer consists of up to a million objects, none of which is garbage. The collector would
+    go through them again and again while they are made, for a fifth of the time that it takes.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 _M_MMAP_THRESHOLD = -3  # from glibc's malloc.h

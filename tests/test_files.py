@@ -18,19 +18,17 @@ from mlx_lm.models import cache
 import mlxspec
 from mlxspec import files, save_prompt_cache
 from mlxspec.cli.common.output import ReportOptions
-from mlxspec.corpus.store import Store, build_store
-from mlxspec.corpus.suffix_index import SEPARATOR
 from mlxspec.errors import FileError
 from mlxspec.files import replaced
-from tests.support.tokenizers import FIRST
 
 
 def names(path: Path) -> set[str]:
     return {entry.name for entry in path.iterdir()}
 
 
-def replace_store(path: Path) -> None:
-    build_store(path, [[5] * 3000], FIRST, force=True)
+def write(path: Path, content: bytes = b"new" * 3000) -> None:
+    with replaced(path) as file:
+        file.write(content)
 
 
 def fail_with(error: BaseException):
@@ -48,7 +46,7 @@ def fail_with(error: BaseException):
         (KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )
-def test_whatever_interrupts_a_write_leaves_the_old_store(
+def test_whatever_interrupts_a_write_leaves_the_old_file(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     function: str,
@@ -56,43 +54,38 @@ def test_whatever_interrupts_a_write_leaves_the_old_store(
     seen: type[BaseException],
 ):
     path = tmp_path / "s"
-    build_store(path, [[1, 2, 3]], FIRST)
-    before = path.read_bytes()
+    write(path, b"old")
     monkeypatch.setattr(files.os, function, fail_with(error))
-    for write in (
-        replace_store,
-        lambda path: build_store(path, [[4, 4]], FIRST, force=True),
-        lambda path: build_store(tmp_path / "new", [[4, 4]], FIRST),
-    ):
+    for name in ("s", "new"):
         with pytest.raises(seen):
-            write(path)
+            write(tmp_path / name)
         assert names(tmp_path) == {"s"}
-        assert path.read_bytes() == before
+        assert path.read_bytes() == b"old"
 
 
-def test_a_limit_on_file_size_is_one_line_and_leaves_the_old_store(tmp_path: Path):
+def test_a_limit_on_file_size_is_one_line_and_leaves_the_old_file(tmp_path: Path):
     path = tmp_path / "s"
-    build_store(path, [[1, 2, 3]], FIRST)
+    write(path, b"old")
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
     try:
         with pytest.raises(FileError, match=r"s: cannot be written \(File too large\)"):
-            replace_store(path)
+            write(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
     assert names(tmp_path) == {"s"}
-    assert Store(path, FIRST).index.tokens.tolist() == [1, 2, 3, -1]
+    assert path.read_bytes() == b"old"
 
 
 def test_readers_keep_what_they_opened(tmp_path: Path):
     path = tmp_path / "s"
-    build_store(path, [[1, 2, 3]], FIRST)
-    store = Store(path)
-    build_store(path, [[1, 2, 4]], FIRST, force=True)
-    path.unlink()
-    assert store.look_up([1, 2])[0] == [3, SEPARATOR]
+    write(path, b"old")
+    with path.open("rb") as file:
+        write(path, b"new")
+        path.unlink()
+        assert file.read() == b"old"
 
 
 def test_who_waits_for_another_writer_sees_what_it_wrote(tmp_path: Path):
@@ -128,29 +121,28 @@ def test_a_temporary_file_that_leads_to_another_file_is_not_written(tmp_path: Pa
 @pytest.mark.slow
 def test_what_a_killed_writer_left_goes_with_the_next_write(tmp_path: Path):
     path = tmp_path / "s"
-    build_store(path, [[1, 2, 3]], FIRST)
+    write(path, b"old")
     killing = (
-        "import os, sys; from mlxspec.corpus.store import build_store\n"
-        "from tests.support.tokenizers import FIRST\n"
+        "import os, sys; from pathlib import Path; from mlxspec.files import replaced\n"
         "os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
-        "build_store(sys.argv[1], [[4, 5]], FIRST, force=True)"
+        "with replaced(Path(sys.argv[1])) as file: file.write(b'new')"
     )
     root = Path(mlxspec.__file__).parents[1]
     for _ in range(2):
         subprocess.run([sys.executable, "-c", killing, str(path)], cwd=root)
     assert names(tmp_path) == {"s", ".s.partial"}
-    assert Store(path, FIRST).index.tokens.tolist() == [1, 2, 3, -1]
-    replace_store(path)
+    assert path.read_bytes() == b"old"
+    write(path)
     assert names(tmp_path) == {"s"}
 
 
 def test_a_writer_waits_for_another(tmp_path: Path):
     path = tmp_path / "s"
-    build_store(path, [[1, 2, 3]], FIRST)
+    write(path, b"old")
     with ThreadPoolExecutor() as pool:
         with replaced(path) as file:
             file.write(path.read_bytes())
-            second = pool.submit(replace_store, path)
+            second = pool.submit(write, path)
             with pytest.raises(TimeoutError):
                 second.result(timeout=0.1)
         second.result(timeout=10)
@@ -161,12 +153,12 @@ def test_a_writer_waits_for_another(tmp_path: Path):
 def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: Path):
     tmp_path.chmod(0o500)
     with pytest.raises(FileError, match="cannot be written"):
-        build_store(tmp_path / "s", [[1, 2, 3]], FIRST)
+        write(tmp_path / "s")
 
 
 def test_a_directory_that_is_not_there_is_one_line(tmp_path: Path):
     with pytest.raises(FileError, match=r"there is no directory .*nowhere"):
-        build_store(tmp_path / "nowhere" / "s", [[1, 2, 3]], FIRST)
+        write(tmp_path / "nowhere" / "s")
 
 
 def _socket(path: Path) -> None:
@@ -175,7 +167,7 @@ def _socket(path: Path) -> None:
 
 
 WRITERS = {
-    "x.store": lambda path: build_store(path, [[1, 2, 3]], FIRST, force=True),
+    "x.any": write,
     "x.safetensors": lambda path: save_prompt_cache(path, [cache.KVCache()]),
     "x.html": lambda path: ReportOptions(html=path).show_tables({}, ["new"]),
 }

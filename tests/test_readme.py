@@ -143,7 +143,7 @@ def command_of(words: list[str]) -> tuple[click.Command, click.Context, list[str
 
 
 def options_of(command: click.Command) -> set[str]:
-    return {"-h", "--help", "--version"}.union(
+    return {"-h", "--help", "--help-all", "--version"}.union(
         *(param.opts + param.secondary_opts for param in command.params)
     )
 

@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 
 import mlxspec
 from mlxspec import (
+    AnswerIndex,
     AutoDecoder,
     FileError,
     GenerationOptions,
@@ -20,7 +21,6 @@ from mlxspec import (
     GenerationResult,
     LoadError,
     LookaheadDecoder,
-    Memory,
     MlxspecError,
     OptionError,
     PromptError,
@@ -48,7 +48,7 @@ def ask(question: str, **options: Unpack[GenerationOptions]) -> str:
 
 decoder = AutoDecoder("demo", memory_tokens=1000)
 AutoDecoder("demo", memory_token=1000)  # type: ignore[call-arg]
-AutoDecoder("demo", memory=Memory(10))
+AutoDecoder("demo", memory=AnswerIndex(10))
 ask("Hello?", temp=0.5, seed=1)
 ask("Hello?", tmep=0.5)  # type: ignore[call-arg]
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..corpus.memory import MAX_TOKENS, Memory
+from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
 from ..drafting.acceptance import TokenClasses
 from ..drafting.candidates import Candidates
 from ..drafting.costs import CostCurve, FixedCosts
@@ -252,7 +252,7 @@ def planned(memory_tokens: int = 0, other: Callable[[], Drafter] | None = None) 
 
     def drafters(curve: CostCurve, classes: TokenClasses) -> NewDrafter:
         experience = Experience()
-        memory = Memory(memory_tokens) if memory_tokens else None
+        memory = AnswerIndex(memory_tokens) if memory_tokens else None
 
         def new(output: Sequence[int]) -> Drafter:
             if memory:
@@ -316,7 +316,7 @@ def policies_with_memory(sizes: str) -> dict[str, ReplayPolicy]:
         size = re.fullmatch("([0-9]{1,15})([km]?)", text, re.ASCII | re.IGNORECASE)
         if size is None and text != "all":
             raise OptionError(
-                f"--memory: {text!r} is not a size: give tokens, such as 4096, 16k or 1M, or all"
+                f"--remember: {text!r} is not a size: give tokens, such as 4096, 16k or 1M, or all"
             )
         tokens = int(size[1]) * _UNITS[size[2].lower()] if size else sys.maxsize
         policies[f"memory {text}"] = planned(tokens)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..engine.params import CacheOptions
 from ..errors import FileError, OptionError
-from ..models.model_files import absolute_name
+from ..models.model_files import DEMO, DEMO_DIRECTORY, absolute_name, local_path
 from ..terminal import one_line
 from .common.model_choice import model_option, model_or_default, note_if_demo
 from .common.notes import note
@@ -126,7 +127,7 @@ class CachedPrompt:
         self._tokens = tokens_in(metadata, self._cache)
         for key, asked in (("model", model), (ADAPTERS_OF_FILE, adapter_path or "")):
             own = metadata.get(key, asked)
-            if asked != own and absolute_name(asked) != absolute_name(own):
+            if asked != own and _place(asked) != _place(own):
                 made = one_line(own[:_LONGEST_NAME]) or "none"
                 option = f"--{key.replace('_', '-')}"
                 raise FileError(f"{file} was made with {option} {made}: give the same here")
@@ -134,7 +135,7 @@ class CachedPrompt:
     def continued(
         self, prompt: str | list[int], options: PromptOptions, decoder: Decoder
     ) -> tuple[list[int], dict[str, Any]]:
-        """The whole prompt's tokens, and options for :meth:`.Generation.request`.
+        """The whole prompt's tokens, and options for :meth:`.GenerationSettings.request`.
 
         If the file lists the tokens in its cache, drafts can be taken from these, too.
 
@@ -152,6 +153,12 @@ class CachedPrompt:
         if self._tokens:
             how = {"templated": templated, "session": Session(self._cache, self._tokens)}
         return [*self._tokens, *following], how
+
+
+def _place(name: str) -> str:
+    """A model's directory, so that the bundled one is the same under its path; or the name."""
+    path = DEMO_DIRECTORY if name == DEMO else local_path(name)
+    return os.path.realpath(path) if os.path.exists(path) else name
 
 
 def _following(

@@ -16,7 +16,7 @@ from rich.tree import Tree
 
 from ..errors import OptionError
 from ..terminal import one_line, visible
-from .common.generation import Generation, generation_options
+from .common.generation import GenerationSettings, generation_options
 from .common.model_choice import model_option, model_or_default, note_if_demo
 from .common.options import COUNT, color_option, command, option, options_of
 from .common.output import ProgressBar, ReportOptions, error_console
@@ -43,17 +43,17 @@ _view = partial(option, group="Steps and output")
     group="Model and prompt",
 )
 @generation_options()
-@_view("--steps K", "Show K successive steps.", default=3, type=COUNT)
+@_view("--steps K", "Show K steps.", default=3, type=COUNT)
 @_view(
     "--skip N",
-    "Begin after N steps.  [default: before the first accepted draft]",
+    "Show the steps after the first N.  [default: the first with drafts of which any is accepted]",
     type=click.IntRange(0),
 )
 @options_of(ReportOptions, "shows", "Steps and output", leave_out=("as_json",))
 @color_option("Steps and output", "Use colours.")
 def explain_command(
     *,
-    generation: Generation,
+    generation: GenerationSettings,
     prompt: PromptOptions,
     steps: int,
     skip: int | None,
@@ -80,7 +80,7 @@ def explain_command(
     from ..models.model_files import given_name
 
     console = error_console(color)
-    with Memories(not generation.drafting.no_memory) as memories:
+    with Memories(not generation.drafting.no_saved_answers) as memories:
         decoder = generation.load(console, memories)
         tokens, templated = prompt.encoded(source, decoder.tokenizer)
         recorded: list[RecordedStep] = []
@@ -93,12 +93,14 @@ def explain_command(
                 bar(last.generation_tokens, generation.max_tokens)
         if skip is not None and skip >= len(recorded):
             raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps; skip fewer")
-        drafted = (n for n, step in enumerate(recorded) if step.verified.accepted)
-        first = next(drafted, 0) if skip is None else skip
+        shown = [*range(len(recorded))][skip:]
+        if skip is None:
+            shown = [n for n in shown if recorded[n].verified.accepted] or shown
         text, model = _text_of(decoder.tokenizer), given_name(model_or_default(generation.model))
 
         stats = last.stats
         heading = (
+            Text("Steps of speculative decoding", "bold"),
             f"{one_line(model)}, decoder {generation.drafting.kind}: tokens {stats.emitted}, "
             f"steps {stats.steps}, tokens per step {stats.tokens_per_step:.2f}, "
             f"rows per step {stats.rows / stats.steps:.1f}",
@@ -106,7 +108,7 @@ def explain_command(
             f"planning: {planning_share(recorded):.1%} of the steps' time",
         )
         note_if_demo(generation.model)
-        drawing = drawn(recorded, first, steps, tokens, text)
+        drawing = drawn(recorded, shown[:steps], tokens, text)
         shows.show_tables({}, [*heading, *drawing], color)
         generation.note_if_full(decoder.model, last.finish_reason, last.generation_tokens)
         memories.suggest_once()
@@ -194,19 +196,19 @@ _CONTEXT = 30  # tokens shown before a step
 
 
 def drawn(
-    steps: Sequence[RecordedStep], first: int, count: int, prompt: Sequence[int], text_of: TextOf
+    steps: Sequence[RecordedStep], shown: Sequence[int], prompt: Sequence[int], text_of: TextOf
 ) -> Iterator[RenderableType]:
     """Draw steps, and a key to the signs.
 
     Args:
         steps: all steps of the generation.
-        first, count: the first step to draw, from 0, and how many.
+        shown: the numbers of those to draw, from 0.
         prompt: the prompt's tokens.
         text_of: turns tokens into text.
     """
     before = list(prompt)
-    for number, step in enumerate(steps[: first + count]):
-        if number >= first:
+    for number, step in enumerate(steps):
+        if number in shown:
             yield Text(f"\nStep {number + 1} of {len(steps)}", "bold")
             yield from _step(step, before, text_of)
         before.extend(step.verified.tokens)

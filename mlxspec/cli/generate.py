@@ -19,7 +19,7 @@ from ..distributed.launch import launched_rank
 from ..errors import OptionError, PromptError
 from ..process import INTERRUPTED
 from ..terminal import TokenPrinter, colored
-from .common.generation import Generation, generation_options
+from .common.generation import GenerationSettings, generation_options
 from .common.model_choice import model_option, model_or_default, note_if_demo
 from .common.notes import silence_notes
 from .common.options import COUNT, NAME, check_one, color_option, command, option, options_of
@@ -136,7 +136,7 @@ def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -
 
 def answer(
     *,
-    generation: Generation,
+    generation: GenerationSettings,
     prompt: PromptOptions,
     prompt_cache_file: str | None,
     logprobs: int | None,
@@ -167,7 +167,7 @@ def answer(
 
     printer = None if shows["as_json"] else TokenPrinter(shows["color"])
     console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
-    with Memories(not generation.drafting.no_memory) as memories:
+    with Memories(not generation.drafting.no_saved_answers) as memories:
         decoder = generation.load(console, memories, leader)
         how: dict[str, Any]
         if cached:
@@ -203,7 +203,7 @@ def answer(
 
 
 def decode_plainly(
-    generation: Generation,
+    generation: GenerationSettings,
     decoder: Decoder,
     tokens: list[int],
     result: GenerationResult,

@@ -16,7 +16,7 @@ _COMMANDS = {
     "Generate": ("generate", "chat", "serve", "run", "cache-prompt"),
     "Models": ("models", "convert", "inspect"),
     "Speed": ("bench", "calibrate", "explain", "replay"),
-    "Drafts": ("memory", "store"),
+    "Drafts": ("memory",),
     "Set up": ("config", "connect", "completion", "help"),
 }
 """Subcommands by their headings in the help."""

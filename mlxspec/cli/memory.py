@@ -20,22 +20,19 @@ from rich.filesize import decimal
 from ..errors import FileError, LoadError, OptionError
 from .common.model_choice import MODEL
 from .common.notes import note, say
-from .common.options import group, option
-from .common.output import confirm, counted, print_rows, write_json
+from .common.options import NAME, argument, group, option
+from .common.output import ProgressBar, confirm, counted, print_rows, write_json
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..corpus.answer_index import AnswerIndex
     from ..corpus.answers import KeptAnswers
-    from ..corpus.memory import Memory
 
 
-_model_option = option(
-    "-m --model MODEL",
-    "Only for the tokenizer of MODEL: a directory, a Hub repository, an alias, 'demo', or a "
-    "tokenizer's file.",
-    type=MODEL,
-)
+_MODEL = "-m --model MODEL"
+_A_MODEL = "a directory, a Hub repository, an alias, 'demo', or a tokenizer's file."
+_model_option = option(_MODEL, f"Only for the tokenizer of MODEL: {_A_MODEL}", type=MODEL)
 
 
 class Memories(ExitStack):
@@ -63,17 +60,17 @@ class Memories(ExitStack):
         self.keeps = keeps
         self._settings = settings_in_force() if keeps else Settings()
         self._undecided = keeps and not os.environ.get(SWITCH)
-        self._memories: dict[bytes, Memory] = {}
+        self._memories: dict[bytes, AnswerIndex] = {}
 
-    def of(self, tokenizer: Any, model: str = "") -> Memory | None:
+    def of(self, tokenizer: Any, model: str = "") -> AnswerIndex | None:
         """The memory for a tokenizer; None if its answers are not kept.
 
         Args:
             tokenizer: a model's tokenizer.
             model: the model's name as the user gave it.
         """
+        from ..corpus.answer_index import AnswerIndex
         from ..corpus.answers import KeptAnswers, identify, memory_directory
-        from ..corpus.memory import Memory
         from ..models.model_files import absolute_name
 
         if not self._settings.keeps_some:  # identifying a tokenizer takes a tenth of a second
@@ -87,7 +84,7 @@ class Memories(ExitStack):
             except FileError as error:
                 note(f"{error}; answers are remembered only until this command ends")
                 return None
-            memory = Memory(most, kept=kept)
+            memory = AnswerIndex(most, kept=kept)
             self._memories[identity.fingerprint] = memory
             self.push(lambda kind, *_: memory.close(patience=0 if kind else None))
         return self._memories[identity.fingerprint]
@@ -110,11 +107,12 @@ class Memories(ExitStack):
 
 @group("memory", short_help="Keep answers between runs, to draft from.")
 def memory_command() -> None:
-    """Keep answers between runs, to draft from them; show, forget or export them.
+    """Keep answers between runs, and texts of your own, to draft from them.
 
     \b
     Examples:
       mlxspec memory on
+      mlxspec memory add src docs --model mistral
       mlxspec memory show
       mlxspec memory forget --since 2h
       mlxspec memory forget --matching "Jane Doe"
@@ -125,8 +123,9 @@ def memory_command() -> None:
     them.
 
     Whether the memory is on or off, mlxspec learns from each output which drafts tend to be right.
-    It keeps a few kilobytes of weights for each model, and no text. The option --no-memory turns
-    off both the memory and this learning for one run, as does the variable MLXSPEC_MEMORY=off.
+    It keeps a few kilobytes of weights for each model, and no text. The option --no-saved-answers
+    turns off both the memory and this learning for one run, as does the variable
+    MLXSPEC_MEMORY=off.
 
     MLXSPEC_MEMORY=on turns the memory on, and MLXSPEC_MEMORY=DIR turns it on with the answers in
     DIR. The option and the variable override 'memory on' and 'memory off'.
@@ -177,6 +176,59 @@ def _switch(model: str | None, keeps: bool, max_tokens: int | None = None) -> No
         say(f"Kept answers stay in {directory}: mlxspec memory forget --all removes them.")
 
 
+@memory_command.command("add", short_help="Add texts of your own to draft from.")
+@argument(
+    "paths", "Files and directories: text, code, chat logs.", nargs=-1, required=True, type=NAME
+)
+@option(_MODEL, f"The model, for its tokenizer: {_A_MODEL}", required=True, type=MODEL)
+def add_command(paths: tuple[str, ...], model: str) -> None:
+    """Add the texts of files and directories to the answers, to draft from them.
+
+    They stay until 'mlxspec memory forget PATHS', however many answers are kept. Adding a path
+    again replaces its texts.
+
+    A .jsonl file with "messages" in its lines is a chat log. Of a chat log, the assistant's
+    messages are added; of any other file, the whole text. Files that are not UTF-8 text are
+    skipped. In directories, hidden files, hidden directories and links to directories are skipped,
+    too.
+    """
+    from ..corpus.answer_index import AnswerIndex
+    from ..corpus.answers import KeptAnswers, identify, memory_directory, settings_in_force
+    from ..corpus.suffix_index import TOKEN_BYTES, encode_texts
+    from ..corpus.text_files import find_files, read_texts
+    from ..models.model_files import absolute_name
+
+    started = time.perf_counter()
+    names = [*map(os.path.abspath, paths)]
+    named_files = [(name, file) for name in names for file in find_files([name])]
+    tokenizer, settings, counts = _tokenizer_of(model), settings_in_force(), Counter[str]()
+    identity, named = identify(tokenizer), dict[str, list[bytes]]()
+    with ProgressBar("Reading") as bar:
+        for number, (name, file) in enumerate(named_files):
+            bar(number, len(named_files))
+            texts = named.setdefault(name, [])
+            for text in read_texts([file], counts):
+                tokens = tokenizer.encode(text, add_special_tokens=False)
+                texts += encode_texts(tokens, identity.vocab_size)
+    for number, thing, reason in (
+        (counts["skipped"], "file", "not UTF-8 text"),
+        (counts["bad_lines"], "chat log line", "not a chat record"),
+    ):
+        if number:
+            note(f"{counted(number, thing)} skipped: {reason}")
+    for name in names:
+        if not named.get(name):
+            raise FileError(f"{name}: nothing to add; name files with text")
+    kept = KeptAnswers(memory_directory(), identity, absolute_name(model))
+    kept.add_texts(named)
+    AnswerIndex(settings.max_tokens, kept=kept).close()  # indexes them
+    n_tokens = sum(len(text) // TOKEN_BYTES for texts in named.values() for text in texts)
+    of, seconds = counted(counts["files"], "file"), time.perf_counter() - started
+    say(f"Added {counted(n_tokens, 'token')} of {of} in {seconds:.1f} s.")
+    if not settings.keeps(identity):
+        note("nothing is drafted from them until the memory is on: mlxspec memory on")
+
+
 @memory_command.command("show")
 @_model_option
 @option("--json", "Write one JSON object instead of text.", "as_json")
@@ -184,7 +236,7 @@ def show_command(model: str | None, as_json: bool) -> None:
     """Show how many answers are kept, where, and how much they helped.
 
     For each tokenizer, it shows which share of the answers' tokens were accepted drafts from each
-    source: the context, kept answers, a store, and so on. --json gives these figures by day.
+    source: the context, the memory, and so on. --json gives these figures by day.
     """
     from ..corpus.answers import memory_directory, settings_in_force
     from ..drafting.learned import experience_directory, experience_files
@@ -225,6 +277,10 @@ def show_command(model: str | None, as_json: bool) -> None:
             ("memory", _ON[held["on"]]),
             ("holds", f"{answers}, {tokens}, {decimal(held['bytes'])}"),
             *((name, _at(held[name])) for name in ("oldest", "newest") if held[name] is not None),
+            *(
+                ("added", f"{path}, {counted(one['tokens'], 'token')}")
+                for path, one in held["added"].items()
+            ),
             ("earned", _earned(held["earned"])),
         )
 
@@ -233,39 +289,59 @@ _ON = {True: "on", False: "off"}
 
 
 @memory_command.command("forget")
-@option("--since WHEN", "Answers that ended after WHEN: 2h, 3d, 2026-11-23, 2026-11-23T14:30.")
-@option("--matching TEXT", "Answers that contain TEXT, ignoring case.")
-@option("--all", "All answers, and what was learned about drafts.", "everything")
+@argument("paths", "Texts that were added from these files or directories.", nargs=-1, type=NAME)
+@option(
+    "--since WHEN",
+    "What ended or was added after WHEN: 2h, 3d, 2026-11-23, 2026-11-23T14:30.",
+)
+@option("--matching TEXT", "What contains TEXT, ignoring case.")
+@option("--all", "All answers and added texts, and what was learned about drafts.", "everything")
 @_model_option
 @option("-y --yes", "Forget without asking.")
 def forget_command(
-    since: str | None, matching: str | None, everything: bool, model: str | None, yes: bool
+    paths: tuple[str, ...],
+    since: str | None,
+    matching: str | None,
+    everything: bool,
+    model: str | None,
+    yes: bool,
 ) -> None:
-    """Forget answers, wherever they are kept.
+    """Forget answers and added texts.
 
-    With both --since and --matching, only answers that meet both conditions are forgotten. The
-    answers' figures are removed, too, and running processes also forget the answers. Damaged files
-    are always removed.
+    With several of PATHS, --since and --matching, only what meets all these conditions is
+    forgotten. The answers' figures are removed, too, and running processes also forget the answers.
     """
     if matching is not None and not matching.strip():
         raise OptionError("--matching is empty: give a text, or use --all")
-    if everything == (since is not None or matching is not None):
-        raise OptionError("choose what to forget: give --all, or --since, --matching or both")
+    if everything == bool(paths or since is not None or matching is not None):
+        raise OptionError(
+            "choose what to forget: give --all, or paths that were added, --since or --matching"
+        )
     from ..drafting.learned import experience_files
 
     first = 0.0 if since is None else _time(since)
     tokenizer = _tokenizer_of(model)
-    found: list[tuple[KeptAnswers, list[int]]] = []
-    for kept in _kept(tokenizer):
-        chosen = [one for one in kept.read() if first <= one[2]]
+    all_kept, names = _kept(tokenizer), [*map(os.path.abspath, paths)]
+    added = {name for kept in all_kept for name in kept.count()["added"]}
+    for name in names:
+        if name not in added:
+            raise OptionError(f"{name}: was not added; mlxspec memory show lists what was")
+    found: list[tuple[KeptAnswers, dict[int, str | None]]] = []
+    for kept in all_kept:
+        chosen = [
+            (row, tokens, ended, name)
+            for row, tokens, ended, name in kept.read()
+            if ended >= first and (not names or name in names)
+        ]
         if matching is not None:
             decode, text = _decoder(kept, tokenizer), matching.casefold()
             chosen = [one for one in chosen if text in decode(one[1]).casefold()]
         if chosen:
-            times = [ended for _, _, ended in chosen]
+            times = [ended for _, _, ended, _ in chosen]
             between = f"{_at(min(times))} to {_at(max(times))}"
-            say(f"{kept.identity}: {counted(len(chosen), 'answer')}, {between}")
-            found.append((kept, [row for row, _, _ in chosen]))
+            rows = {row: name for row, _, _, name in chosen}
+            say(f"{kept.identity}: {_number(rows)}, {between}")
+            found.append((kept, rows))
     if found and not yes:
         confirm("forget", "Forget them?", "Nothing was forgotten.")
     for kept, rows in found:
@@ -275,7 +351,15 @@ def forget_command(
         path.unlink(missing_ok=True)
     if taught:
         say(f"Forgot which drafts were right for {counted(len(taught), 'model')}.")
-    say(f"Forgot {counted(sum(len(rows) for _, rows in found), 'answer')}.")
+    say(f"Forgot {_number(*(rows for _, rows in found))}.")
+
+
+def _number(*found: dict[int, str | None]) -> str:
+    """The numbers of answers and of added texts among rows with these names."""
+    names = [name for rows in found for name in rows.values()]
+    answers = names.count(None)
+    both = (answers, "answer"), (len(names) - answers, "added text")
+    return " and ".join(counted(number, thing) for number, thing in both if number) or "nothing"
 
 
 @memory_command.command("export", short_help="Write the answers as a chat log.")
@@ -284,7 +368,7 @@ def export_command(model: str | None) -> None:
     """Write the answers to standard output as a chat log, the oldest first.
 
     Each line is {"messages": [{"role": "assistant", "content": "..."}], "created": SECONDS}.
-    Written to a file *.jsonl, it can be read by 'mlxspec store build' and 'mlxspec replay'.
+    Written to a file *.jsonl, it can be read by 'mlxspec memory add' and 'mlxspec replay'.
     """
     tokenizer = _tokenizer_of(model)
     kept = [one for one in _kept(tokenizer) if one.count()["texts"]]
@@ -292,9 +376,10 @@ def export_command(model: str | None) -> None:
         raise OptionError("no answers are kept: to keep them from now on, run mlxspec memory on")
     decoders = [_decoder(one, tokenizer) for one in kept]  # load all before the first line
     for one, decode in zip(kept, decoders, strict=True):
-        for _, tokens, ended in sorted(one.read(), key=itemgetter(2)):
-            message = {"role": "assistant", "content": decode(tokens)}
-            write_json({"messages": [message], "created": ended})
+        for _, tokens, ended, name in sorted(one.read(), key=itemgetter(2)):
+            if name is None:
+                message = {"role": "assistant", "content": decode(tokens)}
+                write_json({"messages": [message], "created": ended})
 
 
 def _kept(tokenizer: Any) -> list[KeptAnswers]:

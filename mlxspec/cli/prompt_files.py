@@ -29,7 +29,7 @@ from ..generation.request import Request
 from ..generation.response import GenerationResult
 from ..jsonl import conversation_of, json_lines
 from ..process import INTERRUPTED
-from .common.generation import Generation
+from .common.generation import GenerationSettings
 from .common.model_choice import model_or_default, note_if_demo
 from .common.output import Figures, ProgressBar, counted, error_console, json_text, result_report
 from .common.prompt import PromptOptions
@@ -45,7 +45,7 @@ def answer_prompts(
     file: str,
     concurrency: int,
     *,
-    generation: Generation,
+    generation: GenerationSettings,
     prompt: PromptOptions,
     prompt_cache_file: str | None,
     logprobs: int | None,
@@ -75,7 +75,7 @@ def answer_prompts(
         others.append("--stats")
     if others:
         raise OptionError(f"--prompts and {others[0]} are given together: choose one")
-    keeps = not generation.drafting.no_memory
+    keeps = not generation.drafting.no_saved_answers
     with click.open_file(file, "rb") as opened, Memories(keeps) as kept:
         console = Console(quiet=True) if shows["quiet"] else error_console(shows["color"])
         decoder = generation.load(console, kept, leader)
@@ -149,7 +149,7 @@ class PromptAnswers:
         figures: the figures of the prompts that were answered.
     """
 
-    generation: Generation
+    generation: GenerationSettings
     decoder: Decoder
     prompt: PromptOptions
     concurrency: int

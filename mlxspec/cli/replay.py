@@ -81,8 +81,8 @@ class ReplayOptions:
         default=1,
         type=COUNT,
     )
-    memory: str | None = option_field(
-        "--memory N[,N...]",
+    remember: str | None = option_field(
+        "--remember N[,N...]",
         "Also replay the default decoder with a memory of earlier outputs, for each of these sizes "
         "in tokens: k stands for 1,024 and M for 1,048,576 (1M is usual); 'all' is no limit. A "
         "memory gets the outputs of all TRACES, one category after another, in the order of the "
@@ -115,7 +115,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
       mlxspec replay *.jsonl --tokenizer my_model --html replay.html
       mlxspec replay chats.jsonl --tokenizer my_model --decoder auto,hindsight
       mlxspec replay chats.jsonl --tokenizer my_model --chip all --concurrency 4
-      mlxspec replay chats.jsonl --tokenizer my_model --memory 16k,1M,all
+      mlxspec replay chats.jsonl --tokenizer my_model --remember 16k,1M,all
       mlxspec replay chats.jsonl --tokenizer my_model --head-curve .76,.60@0.08
 
     A line of TRACES is an object with "messages", as in OpenAI-style chat logs. It may also have a
@@ -158,8 +158,8 @@ def _policies(asked: ReplayOptions) -> dict[str, ReplayPolicy]:
         policies |= policies_with(load_drafter(asked.drafter))
     if asked.head_curve is not None:
         policies |= policies_with_head(*parse_head_curve(asked.head_curve))
-    if asked.memory is not None:
-        policies |= policies_with_memory(asked.memory)
+    if asked.remember is not None:
+        policies |= policies_with_memory(asked.remember)
     return policies
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import click
 
 from ..process import INTERRUPTED
-from .common.options import NO_MEMORY, argument, command, option
+from .common.options import NO_SAVED_ANSWERS, argument, command, option
 from .memory import Memories
 
 
@@ -19,14 +19,16 @@ from .memory import Memories
     "run",
     short_help="Run a program that uses mlx-lm, with speculation.",
     cls=click.Command,
-    options_metavar=f"[{NO_MEMORY[0]}] [-m]",
+    options_metavar=f"[{NO_SAVED_ANSWERS[0]}] [-m]",
     context_settings={"allow_interspersed_args": False},
 )
 @option("-m", "PROGRAM is a module, as with python -m.", "is_module")
-@option(*NO_MEMORY)
+@option(*NO_SAVED_ANSWERS)
 @argument("program", "A script, or a directory with __main__.py.")
 @argument("arguments", "The program's arguments.", nargs=-1, type=click.UNPROCESSED)
-def run_command(is_module: bool, no_memory: bool, program: str, arguments: tuple[str, ...]) -> None:
+def run_command(
+    is_module: bool, no_saved_answers: bool, program: str, arguments: tuple[str, ...]
+) -> None:
     """Run a Python program that generates with mlx-lm, with speculation.
 
     Arguments, exit status and output of the program stay the same.
@@ -50,7 +52,7 @@ def run_command(is_module: bool, no_memory: bool, program: str, arguments: tuple
     sys.argv = [program, *arguments]
     from ..compat import augment, remembering
 
-    with Memories(not no_memory) as memories, augment(), remembering(memories.of):
+    with Memories(not no_saved_answers) as memories, augment(), remembering(memories.of):
         try:
             if is_module:
                 runpy.run_module(program, run_name="__main__", alter_sys=True)

@@ -33,7 +33,7 @@ from ..files import is_ours_alone
 from ..models.model_files import local_path
 from ..process import INTERRUPTED, give_back_large_blocks
 from ..terminal import one_line
-from .common.generation import API_KEY, DraftingOptions, Generation
+from .common.generation import API_KEY, DraftingOptions, GenerationSettings
 from .common.model_choice import (
     DIRECTORY,
     default_model,
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from ..models.model import OnRead
     from ..server.body import ApiError
     from ..server.catalog import Catalog, Entry
-    from ..server.memory import ServerMemory
+    from ..server.memory_budget import ServerMemory
     from ..server.served_model import ServedModel
     from ..server.worker import ServedRequest
 
@@ -79,6 +79,20 @@ def _size(text: str) -> int:
     if not found:
         raise click.BadParameter(f"{text!r} is not a size: write it as 512M or 8G")
     return int(float(found[1]) * 1024 ** " kmgt".index(found[2] or " "))
+
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._~-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
+
+
+def _origin(text: str) -> str:
+    """Parse an origin as browsers send it: scheme, host and port, in lower case."""
+    origin = text.strip().lower()
+    if not _ORIGIN.fullmatch(origin):
+        raise click.BadParameter(
+            f"{text!r} is not an origin: write it as app://obsidian.md or http://localhost:3000, "
+            "without a path"
+        )
+    return origin
 
 
 def _duration(text: str) -> float:
@@ -119,6 +133,13 @@ class ServeOptions:
     allowed_hosts: tuple[str, ...] = _address_option(
         "--allowed-host NAME", "Also answer requests to this host name; repeatable.", multiple=True
     )
+    allowed_origins: tuple[str, ...] = _address_option(
+        "--allow-origin ORIGIN",
+        "Also answer requests from this origin, such as app://obsidian.md, tauri://localhost or "
+        "chrome-extension://ID; repeatable.",
+        multiple=True,
+        type=_origin,
+    )
     api_key_file: Path | None = _address_option(  # noqa: RUF009
         "--api-key-file FILE",
         f"Require one of the keys in this file, one per line, or the key in {API_KEY}.",
@@ -145,7 +166,8 @@ class ServeOptions:
     )
     stall: float = _request_option(
         "--stall SECONDS",
-        "Let other prompts delay an answer's next token by at most this long.",
+        "Let other prompts delay an answer's next token by at most this long, and by at most three "
+        "steps.",
         default=0.15,
         type=click.FloatRange(0, min_open=True),
     )
@@ -155,8 +177,8 @@ class ServeOptions:
         default=10.0,
         type=click.FloatRange(0, 3600),
     )
-    memory: int | None = option_field(
-        "--memory SIZE",
+    memory_limit: int | None = option_field(
+        "--memory-limit SIZE",
         "The most memory for all models and their caches, such as 12G. Requests wait until their "
         "caches fit.  [default: what the machine has]",
         type=_size,
@@ -213,11 +235,11 @@ def checked(
         OptionError: a value is wrong, or other machines could use the server without a key.
     """
     check_one(quiet=options.quiet, log_json=options.log_json)
-    apart = options.adapter_path, drafting.head, drafting.draft_model, drafting.store
+    apart = options.adapter_path, drafting.head, drafting.draft_model
     if options.available and not models and any(value is not None for value in apart):
         raise OptionError(
-            "--adapter-path, --head, --draft-model and --store apply only to MODEL, which is "
-            "missing: name one"
+            "--adapter-path, --head and --draft-model apply only to MODEL, which is missing: "
+            "name one"
         )
     for one in options.available:
         if one != ALL and not local_path(one).is_dir():
@@ -258,7 +280,7 @@ def serve_command(
     seconds to end; press Ctrl-C again to end them at once.
     """
     adapters = options.adapter_path
-    named = Generation(
+    named = GenerationSettings(
         None, options.max_tokens, drafting, SamplingParams(), caches, adapter_path=adapters
     )
     with leading() as leader:
@@ -321,6 +343,7 @@ def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
             max_tokens=options.max_tokens,
             hosts=hosts,
             keys=loader.keys,
+            origins=options.allowed_origins,
             strict_model_names=options.strict_model_names,
             on_refusal=lambda path, error: log(refusal_record(path, error)),
         )
@@ -342,7 +365,7 @@ def _keys(file: Path | None, other: str) -> list[str]:
     Raises:
         OptionError: the file has no key, or a key that cannot be sent in a header.
     """
-    lines = file.read_text(encoding="utf-8", errors="replace").splitlines() if file else []
+    lines = file.read_text(encoding="utf-8-sig", errors="replace").splitlines() if file else []
     keys = [*dict.fromkeys(key for line in [*lines, other] if (key := line.strip()))]
     if file and not keys:
         raise OptionError(f"--api-key-file {one_line(str(file))} has no key: write one per line")
@@ -419,7 +442,7 @@ class _Loader:
     """
 
     names: Sequence[str | None]
-    named: Generation
+    named: GenerationSettings
     options: ServeOptions
     template: Mapping[str, Any]
     keys: Sequence[str]
@@ -427,16 +450,16 @@ class _Loader:
 
     def __post_init__(self) -> None:
         # With several keys, drafts from kept answers could show users what others have written.
-        self.memories = Memories(not self.named.drafting.no_memory and len(self.keys) < 2)
+        self.memories = Memories(not self.named.drafting.no_saved_answers and len(self.keys) < 2)
         self.paths = [*dict.fromkeys(map(model_or_default, self.names))]
         self._left_out: set[Path] = set()
 
     @cached_property
     def memory(self) -> ServerMemory:
         """The memory of the server."""
-        from ..server.memory import ServerMemory
+        from ..server.memory_budget import ServerMemory
 
-        return ServerMemory(self.options.memory, self.options.cache_bytes)
+        return ServerMemory(self.options.memory_limit, self.options.cache_bytes)
 
     def entries(self) -> list[Entry]:
         """The models to load at the start, which stay loaded unless --keep-alive is given."""
@@ -591,7 +614,7 @@ def _locked(directory: Path) -> int:
 
 def _about(host: str, listening: socket.socket, catalog: Catalog, with_key: bool) -> Table:
     """The server's address and models, and how to use it."""
-    from ..server.memory import in_words
+    from ..server.memory_budget import in_words
     from ..server.prompts import why_no_tools
 
     worker, address = catalog.worker, f"http://{bracketed(host)}:{listening.getsockname()[1]}"

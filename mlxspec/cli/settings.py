@@ -12,14 +12,19 @@ import stat
 import tomllib
 from collections.abc import MutableMapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from textwrap import indent
+from typing import TYPE_CHECKING, Any
 
 import click
 import platformdirs
 
 from ..errors import FileError, OptionError
 from ..files import SHARED, directory_in, is_special, replaced
+
+if TYPE_CHECKING:
+    from yaml import Node
 
 # --- the user's settings ---
 
@@ -66,7 +71,7 @@ def load_config() -> dict[str, Any]:
     """
     path = config_path()
     try:
-        document = tomllib.loads(path.read_bytes().decode())
+        document = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
         if isinstance(aliases := document.get(ALIAS), dict):
             del document[ALIAS]
             document |= {ALIAS_PREFIX + name: model for name, model in aliases.items()}
@@ -176,13 +181,14 @@ class SettingsFile:
         Raises:
             FileError: part of the text would be lost.
         """
-        kind = _KINDS[self.path.suffix]
+        kind, mark = _KINDS[self.path.suffix], text[: text.startswith("\ufeff")]
+        text = text.removeprefix(mark)  # a byte order mark, which stays
         settings = self.settings if text else {**self.first, **self.settings}
         try:
             wanted = _parse(kind, text)
             _merge(wanted, settings)
             if wanted == _parse(kind, text):
-                return text
+                return mark + text
             new = _render(kind, wanted, settings, text)
             if _parse(kind, new) != wanted:
                 raise ValueError("the edit would change other settings")
@@ -191,7 +197,7 @@ class SettingsFile:
             raise FileError(
                 f"{self.path}: cannot be edited as {kind} ({reason}); change it by hand"
             ) from error
-        return new
+        return mark + new
 
     def write(self, text: str) -> None:
         """Replace the file in one step; create its directory if it is missing.
@@ -217,9 +223,9 @@ def _parse(kind: str, text: str) -> Any:
         return tomllib.loads(text)
     if kind == JSON:
         return json.loads(text.strip() or "{}")
-    if "#" in text or "&" in text:
-        raise ValueError("comments and anchors would be lost")
     try:
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+            raise ValueError("an edit could change every place where an alias stands")
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(error) from error
@@ -256,7 +262,7 @@ def _merge(document: Any, settings: Settings) -> None:
 def _render(kind: str, document: Any, settings: Settings, text: str) -> str:
     """Write a document as text, in the style of the original text.
 
-    TOML keeps its comments and order. JSON is indented and escaped as before.
+    TOML and YAML keep all other text, such as comments. JSON is indented and escaped as before.
     """
     if kind == TOML:
         import tomlkit
@@ -265,10 +271,124 @@ def _render(kind: str, document: Any, settings: Settings, text: str) -> str:
         _merge(edited, settings)
         return tomlkit.dumps(edited)
     if kind == YAML:
-        import yaml
-
-        return str(yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=1 << 20))
+        return _edited_yaml(text, settings)
     found = _INDENT.search(text)
     indent = found[1] if found else 2
     ascii_alone = text.isascii()
     return json.dumps(document, indent=indent, ensure_ascii=ascii_alone, allow_nan=False) + "\n"
+
+
+# --- edits of YAML ---
+
+
+def _edited_yaml(text: str, settings: Settings) -> str:
+    """Put settings into the text of a document, at the places that the parser reports.
+
+    Values that were parsed could not be written back as they were: ``010`` would become 8, ``yes``
+    true, and comments would be lost.
+    """
+    import yaml
+
+    if text and not text.endswith("\n"):
+        text += "\n"
+    root = yaml.compose(text, yaml.SafeLoader)
+    if root is None:  # comments at most
+        new: dict[str, Any] = {}
+        _merge(new, settings)
+        return text + _block(new, 0)
+    edited, after = "", 0
+    edits = _edits(text, root, _parse(YAML, text), settings)
+    for start, end, new_text in sorted(edits, key=itemgetter(0)):
+        edited += text[after:start]
+        edited += new_text.replace("\n", "\r\n") if "\r\n" in text else new_text
+        after = end
+    return edited + text[after:]
+
+
+_Edit = tuple[int, int, str]
+"""The start and the end of a piece of text, and what replaces it."""
+
+
+def _edits(text: str, node: Node, document: Settings, settings: Settings) -> list[_Edit]:
+    """The edits that put settings into a mapping, whose values are ``document``.
+
+    Additions follow the edits of inner blocks, which may end at the same place.
+    """
+    edits: list[_Edit] = []
+    more: Settings = {}
+    pairs = {key.value: (key, old) for key, old in node.value if isinstance(key.value, str)}
+    for name, value in settings.items():
+        if name not in pairs:
+            _merge(more, {name: value})
+            continue
+        key, old = pairs[name]
+        start, column = key.start_mark.index, key.start_mark.column
+        if value is None:
+            edits.append((start, _next_line(text, old), ""))
+        elif isinstance(value, dict):
+            edits += _edits(text, old, document[name], value)
+        elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+            names = [one.get("name") if isinstance(one, dict) else None for one in document[name]]
+            new: list[Settings] = []
+            for entry in value:
+                if entry["name"] in names:
+                    place = names.index(entry["name"])
+                    edits += _edits(text, old.value[place], document[name][place], entry)
+                else:
+                    new.append({})
+                    _merge(new[-1], entry)
+            if new:
+                edits.append(_addition(text, old, new))
+        elif document[name] != value:
+            if _last(old) is old:
+                edits.append((old.start_mark.index, old.end_mark.index, _flow([value])))
+            else:
+                edits.append((start, _next_line(text, old), _block({name: value}, column)[column:]))
+    if more:
+        edits.append(_addition(text, node, more))
+    return edits
+
+
+def _addition(text: str, node: Node, more: Settings | list[Settings]) -> _Edit:
+    """The edit that appends to a mapping or a sequence."""
+    if not node.flow_style:
+        place, new = _next_line(text, node), _block(more, node.start_mark.column)
+    elif node.value:
+        last = node.value[-1]
+        place = (last[1] if isinstance(last, tuple) else last).end_mark.index
+        new = ", " + _flow(more)
+    else:
+        place, new = node.end_mark.index - 1, _flow(more)
+    return place, place, new
+
+
+def _last(node: Node) -> Node:
+    """The last node that is written in one piece. A block's own end would include comments."""
+    while isinstance(node.value, list) and not node.flow_style:
+        last = node.value[-1]
+        node = last[1] if isinstance(last, tuple) else last
+    return node
+
+
+def _next_line(text: str, node: Node) -> int:
+    """Where the line after a node starts."""
+    end = _last(node).end_mark
+    return text.index("\n", end.index) + 1 if end.column else end.index
+
+
+def _block(value: object, column: int) -> str:
+    """Settings as YAML, one on a line, from a column on."""
+    import yaml
+
+    new = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=1 << 20)
+    return indent(new, " " * column)
+
+
+def _flow(value: object) -> str:
+    """The inner text of a mapping or a list as YAML in one line, without its brackets."""
+    import yaml
+
+    new = yaml.safe_dump(
+        value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=1 << 20
+    )
+    return str(new).strip()[1:-1]

@@ -20,7 +20,7 @@ from ..models.heads.settings import text_of
 from ..models.model import load_lazily
 from ..models.model_files import WEIGHTS, find_directory, local_path, no_such_model, read_config
 from ..terminal import one_line
-from .hugging_face import copy_tokenizer, load_head_alone
+from .hugging_face import copy_tokenizer, load_head_alone, without_float64
 from .original import load_original
 
 Quantization = dict[str, Any]
@@ -94,7 +94,8 @@ def convert(
             model, config, about = load_head_alone(head_directory(hf_path, revision))
         else:
             source = find_directory(hf_path, revision)
-            model, config = load_lazily(source, read_config(source))
+            readable = without_float64(source, Path(d))
+            model, config = load_lazily(readable, read_config(source))
         if not head:
             copy_tokenizer(source, directory)
         model, config = _prepare(model, config, dtype, quantization)

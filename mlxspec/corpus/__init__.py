@@ -1,1 +1,1 @@
-"""Texts to draft from: earlier answers, in memory or on disk, and stores. MLX is not imported."""
+"""Earlier answers and added texts to draft from, in memory or on disk. MLX is not imported."""

@@ -1,4 +1,4 @@
-"""Kept answers: the settings for keeping them, and a SQLite database with a row per answer."""
+"""Kept answers and added texts: a SQLite database with a row for each, and its settings."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class TokenizerIdentity:
         name: a model's name without its path, for display.
         vocab_size: all token ids are below it.
         fingerprint: the SHA-256 of the vocabulary, 32 bytes. It is equal for tokenizers whose ids
-            mean the same, even if they split texts differently. A store of texts that another such
-            tokenizer has split is still correct, but less useful.
+            mean the same, even if they split texts differently. Texts that another such tokenizer
+            has split are still correct, but less useful.
     """
 
     name: str
@@ -75,9 +75,12 @@ def _short_name(path: str) -> str:
 # --- the database ---
 
 KEPT_TOKENS = 50_000_000
-"""The most tokens that are kept per tokenizer by default."""
+"""The most tokens of answers that are kept per tokenizer by default."""
 
-SOURCES = ("context", "memory", "store", "prediction", "lookahead", "other")
+ADDED_TOKENS = 50_000_000
+"""The most tokens of added texts per tokenizer."""
+
+SOURCES = ("context", "memory", "prediction", "lookahead", "other")
 """Where accepted draft tokens came from."""
 
 EARNED = ("steps", "tokens", *SOURCES)
@@ -87,7 +90,7 @@ DATABASE = "answers.sqlite"
 INDEX = ".index"
 INDEX_FORMAT = "mlxspec answers index"
 
-_VERSION = 3
+_VERSION = 4
 _BUSY_SECONDS = 30.0
 _PAGE = 500  # rows read at a time
 
@@ -97,8 +100,9 @@ PRAGMA synchronous = NORMAL;
 PRAGMA temp_store = MEMORY;
 PRAGMA trusted_schema = OFF;
 """
-# Columns with figures have the prefix `earned_`. `stamp` is a random number that changes whenever
-# an answer of the tokenizer is deleted. So an index with the current stamp has no deleted answers.
+# An added text has a `name`, an answer has none. Columns with figures have the prefix `earned_`.
+# `stamp` is a random number that changes whenever a row of the tokenizer is deleted. So an index
+# with the current stamp has no deleted texts.
 _TABLES = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS tokenizers (
@@ -107,12 +111,19 @@ CREATE TABLE IF NOT EXISTS tokenizers (
 CREATE TABLE IF NOT EXISTS answers (
     id INTEGER PRIMARY KEY AUTOINCREMENT, tokenizer INTEGER NOT NULL, hash BLOB NOT NULL,
     ended INTEGER NOT NULL, {", ".join(f"earned_{name} INTEGER NOT NULL" for name in EARNED)},
-    tokens BLOB NOT NULL, UNIQUE (tokenizer, hash));
+    tokens BLOB NOT NULL, name TEXT, UNIQUE (tokenizer, hash));
 CREATE TRIGGER IF NOT EXISTS deleted AFTER DELETE ON answers BEGIN
     UPDATE tokenizers SET stamp = random() WHERE id = OLD.tokenizer;
 END;
 PRAGMA user_version = {_VERSION};
 COMMIT;
+"""
+# Version 3 had no names, and counted drafts from files apart from those from answers.
+_UPGRADE = f"""
+UPDATE answers SET earned_memory = earned_memory + earned_store;
+ALTER TABLE answers DROP COLUMN earned_store;
+ALTER TABLE answers ADD COLUMN name TEXT;
+PRAGMA user_version = {_VERSION}
 """
 _TOKENIZERS = """
 SELECT CAST(name AS TEXT), CAST(vocab_size AS INTEGER), CAST(fingerprint AS BLOB),
@@ -126,39 +137,41 @@ ON CONFLICT DO UPDATE SET model = excluded.model WHERE excluded.model NOT IN (''
 _STAMP = "SELECT CAST(stamp AS INTEGER) FROM tokenizers WHERE id = ?"
 # Without "+", SQLite would use the index over hashes, and sort the rows again for each page.
 _READ = f"""
-SELECT id, tokens, CAST(ended AS INTEGER) FROM answers
+SELECT id, tokens, CAST(ended AS INTEGER), CAST(name AS TEXT) FROM answers
 WHERE +tokenizer = ? AND id > ? AND typeof(tokens) = 'blob' AND length(tokens) % 4 = 0
 ORDER BY id LIMIT {_PAGE}
 """
 _ADD = f"""
-INSERT INTO answers (tokenizer, hash, tokens, ended,
+INSERT INTO answers (tokenizer, hash, tokens, ended, name,
     {", ".join(f"earned_{name}" for name in EARNED)})
-VALUES ({", ".join("?" * (4 + len(EARNED)))})
+VALUES ({", ".join("?" * (5 + len(EARNED)))})
 ON CONFLICT (tokenizer, hash) DO UPDATE SET ended = excluded.ended,
+    name = coalesce(excluded.name, name),
     {", ".join(f"earned_{name} = earned_{name} + excluded.earned_{name}" for name in EARNED)}
 RETURNING id
 """
+_REMOVE = "DELETE FROM answers WHERE tokenizer = ? AND name = ?"
 _COUNT = """
-SELECT count(*), coalesce(sum(length(tokens)), 0) / 4, min(ended), max(ended)
-FROM answers WHERE tokenizer = ?
+SELECT name, count(*), sum(length(tokens)) / 4, min(ended), max(ended)
+FROM answers WHERE tokenizer = ? GROUP BY name ORDER BY name
 """
 _EARNED_BY_DAY = f"""
 SELECT date(ended, 'unixepoch', 'localtime') AS day, count(*),
     {", ".join(f"sum(earned_{name})" for name in EARNED)}
-FROM answers WHERE tokenizer = ? GROUP BY day ORDER BY day
+FROM answers WHERE tokenizer = ? AND name IS NULL GROUP BY day ORDER BY day
 """
 # Deletes the oldest answers, so that the others have at most a given number of tokens.
 _EVICT = """
 DELETE FROM answers WHERE id IN (SELECT id FROM (
     SELECT id, sum(length(tokens) / 4 + 1) OVER (ORDER BY ended DESC, id DESC) AS total
-    FROM answers WHERE tokenizer = ?) WHERE total > ?)
+    FROM answers WHERE tokenizer = ? AND name IS NULL) WHERE total > ?)
 RETURNING id
 """
 
 
 @dataclass(eq=False)
 class KeptAnswers:
-    """The kept answers of one tokenizer.
+    """The kept answers and added texts of one tokenizer.
 
     Only one thread at a time may use an object; several processes may open the same database.
 
@@ -183,51 +196,75 @@ class KeptAnswers:
         which = "SELECT id FROM tokenizers WHERE fingerprint = ?"
         ((self._tokenizer,),) = self._run(which, identity.fingerprint)
 
-    def add(self, text: bytes, earned: Mapping[str, int]) -> int:
+    def add(self, text: bytes, earned: Mapping[str, int], name: str | None = None) -> int:
         """Keep an answer as the newest; if it is already kept, add to its figures.
 
         Args:
             text: the bytes of its tokens, as int32.
             earned: the figures of its generation, by the names in EARNED.
+            name: the name of an added text, which stays until it is forgotten.
 
         Returns:
             the number of the answer's row.
         """
         figures = [max(0, int(earned.get(name, 0))) for name in EARNED]
         hashed = hashlib.blake2b(text, digest_size=16).digest()
-        ((row,),) = self._run(_ADD, self._tokenizer, hashed, text, int(time.time()), *figures)
+        ((row,),) = self._run(_ADD, self._tokenizer, hashed, text, int(time.time()), name, *figures)
         return int(row)
+
+    def add_texts(self, named: Mapping[str, Iterable[bytes]]) -> None:
+        """Keep texts until they are forgotten, instead of those that had the same names.
+
+        Args:
+            named: for each name, texts as the bytes of their tokens.
+
+        Raises:
+            OptionError: all added texts together would have more than ADDED_TOKENS.
+            FileError: they cannot be written. In both cases nothing has changed.
+        """
+        with self.locked():
+            for name, texts in named.items():
+                self._run(_REMOVE, self._tokenizer, name)
+                for text in texts:
+                    self.add(text, {}, name)
+            tokens = sum(one["tokens"] for one in self.count()["added"].values())
+            if tokens > ADDED_TOKENS:
+                raise OptionError(
+                    f"the added texts would have {tokens:,} tokens: add fewer, or forget some, so "
+                    f"that there are at most {ADDED_TOKENS:,}"
+                )
 
     def stamp(self) -> int:
         """A number that changes when answers are deleted."""
         ((stamp,),) = self._run(_STAMP, self._tokenizer)
         return int(stamp)
 
-    def read(self, after: int = 0) -> Iterator[tuple[int, np.ndarray, int]]:
-        """Read the answers in rows after ``after``, in order.
+    def read(self, after: int = 0) -> Iterator[tuple[int, np.ndarray, int, str | None]]:
+        """Read the rows after ``after``, in order.
 
         Yields:
-            the row's number, the tokens, (n,) of int32, and the time when the generation ended, in
-            seconds since 1970. Rows with tokens outside the vocabulary are skipped.
+            the row's number, the tokens, (n,) of int32, the time when the generation ended or the
+            text was added, in seconds since 1970, and the name of an added text. Rows with tokens
+            outside the vocabulary are skipped.
         """
         page: list[Any] = [None] * _PAGE
         while len(page) == _PAGE:
             page = self._run(_READ, self._tokenizer, after)
-            for after, text, ended in page:
+            for after, text, ended, name in page:
                 tokens = np.frombuffer(text, np.int32)
                 if len(tokens) > 1 and 0 <= tokens.min() <= tokens.max() < self.identity.vocab_size:
-                    yield after, tokens, ended
+                    yield after, tokens, ended, name
 
     def evict(self, most: int) -> bool:
-        """Delete the oldest answers until at most ``most`` tokens remain; return whether any were
-        deleted.
+        """Delete the oldest answers until at most ``most`` tokens of answers remain; return whether
+        any were deleted.
         """
         return bool(self._run(_EVICT, self._tokenizer, most))
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Delete answers, and the index files, so that no file keeps the answers' text.
+        """Delete rows, and the index files, so that no file keeps the answers' text.
 
-        Other processes drop the answers from their memory when they next add one.
+        Other processes drop these texts from their memory when they next add an answer.
 
         Raises:
             FileError: they cannot be deleted, or another process keeps the database busy.
@@ -244,17 +281,21 @@ class KeptAnswers:
             raise FileError("another process is reading the kept answers; run the command again")
 
     def count(self) -> dict[str, Any]:
-        """The number of "texts", of their "tokens", and of their "bytes" with the index file.
+        """The number of "texts" that are answers, and of their "tokens"; "added" has the same for
+        added texts by name, and "bytes" the size of everything with the index file.
 
         "oldest" and "newest" are the times when the first and the last answer ended, in seconds
         since 1970. They are None if there is no answer.
         """
-        ((texts, tokens, oldest, newest),) = self._run(_COUNT, self._tokenizer)
-        size = 4 * tokens
+        names = "texts", "tokens", "oldest", "newest"
+        counted: dict[str | None, dict[str, Any]]
+        counted = {None: dict(zip(names, (0, 0, None, None), strict=True))}
+        for name, *figures in self._run(_COUNT, self._tokenizer):
+            counted[name] = dict(zip(names, figures, strict=True))
+        size = 4 * sum(one["tokens"] for one in counted.values())
         if self.index_file and self.index_file.exists():
             size += self.index_file.stat().st_size
-        names = "texts", "tokens", "bytes", "oldest", "newest"
-        return dict(zip(names, (texts, tokens, size, oldest, newest), strict=True))
+        return counted.pop(None) | {"bytes": size, "added": counted}
 
     def earned_by_day(self) -> dict[str, dict[str, int]]:
         """The number of "answers" and the sums of EARNED, by the local day on which the answers
@@ -275,12 +316,12 @@ class KeptAnswers:
     @contextmanager
     def locked(self) -> Iterator[int]:
         """Keep other processes from changing answers during the ``with`` block; yield the stamp."""
-        with _errors_of(self.directory), self._db:
+        with errors_of(self.directory), self._db:
             self._db.execute("BEGIN IMMEDIATE")
             yield self.stamp()
 
     def _run(self, statement: str, *values: Any) -> list[Any]:
-        with _errors_of(self.directory):
+        with errors_of(self.directory):
             return self._db.execute(statement, values).fetchall()
 
 
@@ -292,7 +333,7 @@ def kept_answers(directory: Path) -> list[KeptAnswers]:
     """
     if not (directory / DATABASE).exists():
         return []
-    with closing(connect(directory)) as database, _errors_of(directory):
+    with closing(connect(directory)) as database, errors_of(directory):
         found = database.execute(_TOKENIZERS).fetchall()
     return [
         KeptAnswers(directory, TokenizerIdentity(*identity), model) for *identity, model in found
@@ -308,7 +349,7 @@ def connect(directory: Path | None) -> sqlite3.Connection:
     Raises:
         FileError: the database cannot be made or opened, or another version of mlxspec made it.
     """
-    with _errors_of(directory):
+    with errors_of(directory):
         if directory:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             # SQLite gives its files next to the database the same mode.
@@ -321,13 +362,24 @@ def connect(directory: Path | None) -> sqlite3.Connection:
         if version == 0:
             database.execute("PRAGMA journal_mode = WAL")
             database.executescript(_TABLES)
+        elif version == _VERSION - 1:
+            _upgrade(database)
         elif version != _VERSION:
             raise sqlite3.DatabaseError(f"made by another version of mlxspec, {version}")
         return database
 
 
+def _upgrade(database: sqlite3.Connection) -> None:
+    """Bring the previous version's tables up to date, unless another process has just done so."""
+    with database:
+        database.execute("BEGIN IMMEDIATE")
+        if database.execute("PRAGMA user_version").fetchall() != [(_VERSION,)]:
+            for statement in _UPGRADE.split(";"):
+                database.execute(statement)
+
+
 @contextmanager
-def _errors_of(directory: Path | None) -> Iterator[None]:
+def errors_of(directory: Path | None) -> Iterator[None]:
     """Turn SQLite's and the system's errors into FileError."""
     try:
         yield
@@ -444,5 +496,9 @@ def save_settings(settings: Settings) -> None:
         "max_tokens": settings.max_tokens,
     }
     directory = memory_directory()
-    with replaced(directory / _SETTINGS, parents=0o700) as file:
-        file.write(json.dumps(value, indent=1).encode() + b"\n")
+    try:
+        with replaced(directory / _SETTINGS, parents=0o700) as file:
+            file.write(json.dumps(value, indent=1).encode() + b"\n")
+    except FileError as error:
+        remedy = f"set {ENVIRONMENT_VARIABLE} to another directory"
+        raise FileError(str(error).replace("name another file", remedy)) from error

@@ -51,6 +51,40 @@ def meet(group: mx.distributed.Group) -> Channel:
     return Channel(rank, {0: connection})
 
 
+def ring_addresses() -> list[list[str]]:
+    """The addresses of each rank, from the file that ``mlx.launch`` gives the ring back end.
+
+    Other back ends have no such file, and get an empty list.
+
+    Raises:
+        MlxspecError: with this file MLX would crash, wait for ever, or use other ports.
+    """
+    if not (file := os.environ.get("MLX_HOSTFILE")):
+        return []
+    try:
+        ranks: list[list[str]] = json.loads(Path(file).read_text("utf-8-sig") or "[]")
+        every = [address for addresses in ranks for address in addresses]
+        ports = [int(address.rpartition(":")[2]) for address in every]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise MlxspecError(
+            f"{file}: not a list of each rank's addresses ({error}); start the ranks with "
+            "mlx.launch, or correct MLX_HOSTFILE"
+        ) from error
+    if len(ranks) < 2:
+        raise MlxspecError("there is only one rank: give mlx.launch -n 2 or more, or two hosts")
+    for port in ports:
+        if not 0 < port < 1 << 16:
+            raise MlxspecError(
+                f"{port} is not a port, which is at most 65535: give mlx.launch a lower "
+                "--starting-port"
+            )
+    if same := {address for address in every if every.count(address) > 1}:
+        raise MlxspecError(
+            f"several ranks have the address {min(same)}: give each its own host or port"
+        )
+    return ranks
+
+
 def _own_addresses() -> list[str]:
     """The addresses of rank 0, the fastest network first.
 
@@ -58,9 +92,7 @@ def _own_addresses() -> list[str]:
     address. In a ring of cables, not every host is connected to rank 0, so rank 0's host name comes
     last.
     """
-    own = [os.environ.get("MLX_JACCL_COORDINATOR", "")]
-    if file := os.environ.get("MLX_HOSTFILE"):
-        own = json.loads(Path(file).read_text("utf-8"))[0]
+    own = next(iter(ring_addresses()), [os.environ.get("MLX_JACCL_COORDINATOR", "")])
     hosts = (address.rpartition(":")[0] for address in own)
     return [*filter(None, dict.fromkeys(hosts)), socket.gethostname()]
 

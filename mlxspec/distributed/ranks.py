@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import logging
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -13,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,8 +29,9 @@ from ..engine.joint import Joint, JointRows
 from ..engine.target import Target
 from ..errors import LoadError, MlxspecError
 from ..models.model import evaluate, load
-from .channel import Channel, meet
-from .launch import end_with, uninterrupted
+from ..models.model_files import WEIGHTS, find_directory, read_config
+from .channel import Channel, meet, ring_addresses
+from .launch import end_with, launched_rank, uninterrupted
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -46,14 +51,43 @@ def load_shard(
         group: the ranks.
 
     Raises:
-        LoadError: the model cannot be read, or cannot be split over this many ranks.
+        LoadError: the model cannot be read, cannot be split over this many ranks, or is not the
+            same on all of them.
     """
     model, tokenizer = load(path_or_repo, lazy=True)
+    own = fingerprint(find_directory(path_or_repo, None))
+    every = mx.distributed.all_gather(mx.array(list(own))[None], stream=mx.cpu)
+    for rank, other in enumerate(cast(list[list[int]], every.tolist())):
+        if other != every[0].tolist():
+            raise LoadError(
+                f"{path_or_repo}: rank {rank} has other weights or another config.json than rank "
+                "0; copy rank 0's files there, or name a directory with the same files on each"
+            )
     split(model, group, str(path_or_repo))
     evaluate(model, path_or_repo)
     # Wait for all ranks, on the CPU: a GPU would time out while a rank reads a slow disk.
     mx.eval(mx.distributed.all_sum(mx.array(1.0), stream=mx.cpu))
     return model, tokenizer
+
+
+_SAMPLES = 256  # of each weights file: all of a small one, and all larger matrices of a large one
+_SAMPLE_BYTES = 4096
+
+
+def fingerprint(directory: Path) -> bytes:
+    """A digest of a model's settings and of samples of its weights files.
+
+    Weights of the same shapes from another revision would run, but the output would make no sense.
+    """
+    digest = hashlib.sha256(json.dumps(read_config(directory), sort_keys=True).encode())
+    for path in sorted(directory.glob(WEIGHTS)):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for start in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
+                file.seek(start)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.digest()
 
 
 def split(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
@@ -369,11 +403,11 @@ def taking_part() -> Iterator[Leader]:
         MlxspecError: the ranks cannot be connected.
     """
     try:
-        group = mx.distributed.init()
-    except (RuntimeError, ValueError) as error:
-        raise MlxspecError(
-            f"the ranks cannot be connected ({error}): give mlx.launch -n 2 or more, or two hosts"
-        ) from error
+        group = _formed_group()
+    except MlxspecError as error:
+        if launched_rank():
+            end_with(f"Error: {error}")  # only rank 0 would print an exception
+        raise
     if group.rank() > 0:
         _follow_to_the_end(group)
     channel = meet(group)
@@ -386,6 +420,37 @@ def taking_part() -> Iterator[Leader]:
         # The followers may still take part in a running forward.
         mx.synchronize(generation_stream)
         channel.close()
+
+
+_SECONDS_TO_JOIN = 5.0  # then a line names the ranks that rank 0 is waiting for
+_LATE_LINE = (
+    "import select, sys; select.select([0], [], [], float(sys.argv[1]))[0] or "
+    "sys.stderr.write(sys.argv[2])"
+)
+
+
+def _formed_group() -> mx.distributed.Group:
+    """Form the group; if that takes long, rank 0 writes a line to standard error.
+
+    MLX holds Python's lock while it waits for the other ranks, so another process writes the line.
+    """
+    ranks = ring_addresses()
+    names = [f"rank {n} at {' or '.join(at)}" for n, at in enumerate(ranks)]
+    line = f"Waiting for {', '.join(names[1:]) or 'the other ranks'}\n"
+    command = [sys.executable, "-ISc", _LATE_LINE, str(_SECONDS_TO_JOIN), line]
+    late = None if launched_rank() else subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        return mx.distributed.init()
+    except (RuntimeError, ValueError) as error:
+        name = names[launched_rank() or 0] if names else "this rank"
+        raise MlxspecError(
+            f"{name} cannot join the others ({error}): check that all ranks start within half a "
+            "minute, and their ports are free; mlx.launch --starting-port names others"
+        ) from error
+    finally:
+        if late:
+            late.kill()
+            late.communicate()
 
 
 def _follow_to_the_end(group: mx.distributed.Group) -> NoReturn:

@@ -16,10 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import median
-from typing import Annotated, Self
+from typing import Self
 
 import numpy as np
-from pydantic import Field
 
 from ..errors import OptionError
 
@@ -175,9 +174,9 @@ class KnownTime:
         steps: the number of steps that were measured, if the time comes from a measurement.
     """
 
-    rows: Annotated[int, Field(strict=True, ge=1, le=WIDEST)]
-    seconds: Annotated[float, Field(strict=True, ge=STEP_SECONDS[0], le=STEP_SECONDS[1])]
-    uncertainty: Annotated[float, Field(strict=True, ge=0, le=MOST_UNCERTAINTY)]
+    rows: int
+    seconds: float
+    uncertainty: float
     steps: int = field(default=0, compare=False)
 
 

@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -16,10 +15,9 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import platformdirs
-from pydantic import AfterValidator, Field, TypeAdapter
 
 from ..errors import MlxspecError
 from ..files import directory_in, replaced
@@ -30,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 ENVIRONMENT_VARIABLE = "MLXSPEC_CACHE_DIR"
 
-_File = TypeVar("_File")
+_Kept = TypeVar("_Kept")
 
 
 def cache_directory() -> Path:
@@ -38,13 +36,34 @@ def cache_directory() -> Path:
     return directory_in(ENVIRONMENT_VARIABLE) or platformdirs.user_cache_path("mlxspec")
 
 
-def read_kept(what: str, path: Path, kind: TypeAdapter[_File]) -> _File | None:
-    """The content of a file; None if it is missing, or None with a warning if it is unusable."""
+def _written(content: Any) -> str:
+    """A file's content as JSON; dataclasses become objects."""
+    return json.dumps(content, default=vars)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.blake2b(_written(content).encode(), digest_size=12).hexdigest()
+
+
+def read_kept(what: str, path: Path, read: Callable[[Any], _Kept]) -> _Kept | None:
+    """The content of a file; None if it is missing, or None with a warning if it is unusable.
+
+    A digest shows that the content is as it was written. So ``read`` need not check it, and a start
+    need not import a library that does.
+
+    Args:
+        what: what the file has, for the warning.
+        path: the file, from :func:`write_kept`.
+        read: makes the result from the content's JSON.
+    """
     try:
-        return kind.validate_json(path.read_bytes())
+        file = json.loads(path.read_bytes())
+        if file["digest"] != _digest(file["content"]):
+            raise ValueError("the digest is another")
+        return read(file["content"])
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         reason = getattr(error, "strerror", "it is damaged, or from another version of mlxspec")
         _log.warning("ignoring the %s in %s: %s", what, path, reason)
         return None
@@ -62,11 +81,17 @@ def _warn_not_kept(directory: Path, reason: str) -> None:
     )
 
 
-def write_kept(path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
-    """Write a file that only the user can read, wholly or not at all; return whether it worked."""
+def write_kept(path: Path, content: Any) -> bool:
+    """Write a file that only the user can read, wholly or not at all; return whether it worked.
+
+    Args:
+        path: the file.
+        content: JSON values and dataclasses, for :func:`read_kept`.
+    """
+    digest = _digest(json.loads(_written(content)))  # as it will be read: keys become strings
     try:
         with replaced(path, parents=0o700) as file:
-            file.write(kind.dump_json(content))
+            file.write(_written({"digest": digest, "content": content}).encode())
     except (OSError, MlxspecError) as error:
         failure = error if isinstance(error, OSError) else error.__cause__
         _warn_not_kept(path.parent.parent, getattr(failure, "strerror", None) or str(error))
@@ -77,9 +102,9 @@ def write_kept(path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
 _MOST_FILES = 64
 
 
-def write_among_newest(path: Path, kind: TypeAdapter[_File], content: _File) -> bool:
+def write_among_newest(path: Path, content: Any) -> bool:
     """Write a file like :func:`write_kept`, and keep only the newest files of its directory."""
-    written = write_kept(path, kind, content)
+    written = write_kept(path, content)
     for old in oldest_first(path.parent)[:-_MOST_FILES] if written else ():
         old.unlink(missing_ok=True)
     return written
@@ -96,14 +121,7 @@ def oldest_first(directory: Path) -> list[Path]:
 
 Source = Literal["steps", "quick", "careful"]  # the most reliable comes last
 Identity = dict[str, str | int | float | None]
-_STEP_TIMES_VERSION = 2
-
-
-def _sorted(times: list[KnownTime]) -> list[KnownTime]:
-    rows = [known.rows for known in times]
-    if rows[:1] != [1] or rows != sorted(set(rows)):
-        raise ValueError("times must be sorted by rows, from 1 on")
-    return times
+_STEP_TIMES_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -145,7 +163,7 @@ class KnownTimes:
             :func:`mlxspec.engine.patches.split_attention`. None if that was not measured.
     """
 
-    times: Annotated[list[KnownTime], AfterValidator(_sorted)]
+    times: list[KnownTime]
     source: Source
     updated: str = field(default_factory=_now)
     name: str = ""
@@ -165,16 +183,12 @@ TimesByContext = dict[int, KnownTimes]
 """Step times by context length."""
 
 
-@dataclass(frozen=True)
-class _StepTimes:
-    """The file for a machine and a model. All that decoding relies on is checked."""
-
-    machine: Identity
-    model: Identity
-    contexts: dict[Annotated[int, Field(ge=0, lt=1 << 60)], KnownTimes]
-
-
-_STEP_TIMES = TypeAdapter(_StepTimes)
+def _read_step_times(content: Any) -> tuple[CostKey, TimesByContext]:
+    contexts = {
+        int(context): KnownTimes(**{**known, "times": [KnownTime(**one) for one in known["times"]]})
+        for context, known in content["contexts"].items()
+    }
+    return CostKey(content["machine"], content["model"]), contexts
 
 
 class CostCache:
@@ -193,14 +207,14 @@ class CostCache:
 
     def read(self, key: CostKey) -> TimesByContext:
         """The times that are kept for a key; empty if there are none that can be used."""
-        found = read_kept("step times", self.directory / key.file_name, _STEP_TIMES)
-        return found.contexts if found else {}
+        found = read_kept("step times", self.directory / key.file_name, _read_step_times)
+        return found[1] if found else {}
 
     def entries(self) -> list[tuple[CostKey, TimesByContext]]:
         """All times that can be used, of all machines and models."""
         paths = sorted(self.directory.glob("*.json"))
-        found = [read_kept("step times", path, _STEP_TIMES) for path in paths]
-        return [(CostKey(one.machine, one.model), one.contexts) for one in found if one]
+        found = [read_kept("step times", path, _read_step_times) for path in paths]
+        return [one for one in found if one]
 
     def update(self, key: CostKey, found: Mapping[int, KnownTimes]) -> None:
         """Replace the times of these context lengths, unless those that are kept are better.
@@ -212,11 +226,11 @@ class CostCache:
         for context, known in found.items():
             if context not in kept or kept[context].rank <= known.rank:
                 kept[context] = known
-        content = _StepTimes(key.machine, key.model, dict(sorted(kept.items())))
-        write_kept(self.directory / key.file_name, _STEP_TIMES, content)
+        content = {**vars(key), "contexts": dict(sorted(kept.items()))}
+        write_kept(self.directory / key.file_name, content)
 
 
-_EXPERIENCE_VERSION = 3
+_EXPERIENCE_VERSION = 4
 _KIND_TOKENS = 32
 _MOST_KINDS = 16
 _SECONDS_BETWEEN_SAVES = 30.0
@@ -242,17 +256,8 @@ def experience_path(model: Identity) -> Path:
     return experience_directory() / f"{digest}.json"
 
 
-@dataclass(frozen=True)
-class _Weights:
-    """The file of a model's corrections."""
-
-    weights: dict[
-        Annotated[int, Field(ge=0, lt=TOKEN_FEATURES)],
-        Annotated[float, Field(strict=True, allow_inf_nan=False)],
-    ]
-
-
-_WEIGHTS = TypeAdapter(_Weights)
+def _read_weights(content: Any) -> dict[int, float]:
+    return {int(feature): weight for feature, weight in content.items()}
 
 
 class Experience:
@@ -283,12 +288,12 @@ class Experience:
     ) -> None:
         self.probe_step = 0
         self._kinds: dict[tuple[int, ...], Corrections | None] = {}  # the last used comes last
-        self._of_texts: defaultdict[str, Corrections] = defaultdict(Corrections)
+        self.of_memory = Corrections()
         self._path, self._clock = path, clock
         self._next_save = clock()
-        kept = read_kept("experience", path, _WEIGHTS) if path else None
+        kept = read_kept("experience", path, _read_weights) if path else None
         self._has_file = kept is not None
-        self.corrections = Corrections(kept.weights if kept else {})
+        self.corrections = Corrections(kept or {})
 
     def of_kind(self, prompt: Sequence[int]) -> list[Corrections]:
         """The corrections that a request uses, followed by others that also learn from it."""
@@ -302,10 +307,6 @@ class Experience:
             del self._kinds[next(iter(self._kinds))]
         return [self.corrections] if own is None else [own, self.corrections]
 
-    def of_texts(self, name: str) -> Corrections:
-        """The corrections for drafts from other texts, such as a memory; they are not saved."""
-        return self._of_texts[name]
-
     def end(self) -> None:
         """Save the experience if there is a path, unless the last save is recent."""
         if not self._path or self._clock() < self._next_save:
@@ -318,7 +319,7 @@ class Experience:
             for feature, weight in [*self.corrections.items()]  # other threads may be learning
             if feature < TOKEN_FEATURES
         }
-        self._has_file = write_among_newest(self._path, _WEIGHTS, _Weights(weights))
+        self._has_file = write_among_newest(self._path, weights)
 
 
 def experience_files() -> list[Path]:

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
-from ..corpus.memory import LEADING_TOKENS, Memory
-from ..corpus.store import Store
+from ..corpus.answer_index import LEADING_TOKENS, AnswerIndex
 from ..corpus.suffix_index import (
     EXCERPT_TOKENS,
     MAX_LENGTH,
@@ -29,7 +28,7 @@ from .learned import Experience
 
 CONTEXT = "context"
 """The origin of drafts from the context itself."""
-MEMORY, STORE, PREDICTION = "memory", "store", "prediction"
+MEMORY, PREDICTION = "memory", "prediction"
 """The origins of drafts from other texts."""
 OTHERS = "other"
 """The origin under which drafts of other drafters are counted."""
@@ -42,15 +41,14 @@ _EARLIER_OCCURRENCES = 8  # the most occurrences to request from each earlier te
 class SuffixSource(Drafter):
     """Drafts the continuations of earlier occurrences of the text's end.
 
-    The text's end is looked up in the context and in other texts: a memory of outputs, a store, and
-    the text that the output is expected to follow. The probabilities of continuations are learned
-    from every emitted token, whether or not it was drafted.
+    The text's end is looked up in the context and in other texts: a memory of outputs, and the text
+    that the output is expected to follow. The probabilities of continuations are learned from every
+    emitted token, whether or not it was drafted.
 
     Args:
         token_classes: see :class:`mlxspec.drafting.acceptance.TokenClasses`.
         experience: the experience of earlier generations, to which this one adds.
         memory: the memory of earlier outputs, to which this output is added when it ends.
-        store: a store of texts to look up, or None.
         prediction: the text that the output is expected to follow.
 
     Attributes:
@@ -65,12 +63,11 @@ class SuffixSource(Drafter):
         token_classes: TokenClasses = b"",
         experience: Experience | None = None,
         *,
-        memory: Memory | None = None,
-        store: Store | None = None,
+        memory: AnswerIndex | None = None,
         prediction: Sequence[int] = (),
     ) -> None:
         self._experience = experience or Experience()
-        self._memory, self._store, self._prediction = memory, store, prediction
+        self._memory, self._prediction = memory, prediction
         self._token_classes = token_classes
         self._acceptance = AcceptanceModel(token_classes)
 
@@ -83,11 +80,10 @@ class SuffixSource(Drafter):
         self._roots: list[TextNode] = []
         self._acceptance.begin(self._experience.of_kind(prompt), len(prompt))
         self._others: dict[str, tuple[Callable[..., Excerpts], AcceptanceModel]] = {}
-        for name, texts in ((MEMORY, self._memory), (STORE, self._store)):
-            if texts is not None:
-                acceptance = AcceptanceModel(self._token_classes, earlier=True)
-                acceptance.begin([self._experience.of_texts(name)])
-                self._others[name] = texts.look_up, acceptance
+        if self._memory:
+            acceptance = AcceptanceModel(self._token_classes, earlier=True)
+            acceptance.begin([self._experience.of_memory])
+            self._others[MEMORY] = self._memory.look_up, acceptance
         if self._prediction:
             # The text begins with the prompt's end. So looking this up finds the prediction's
             # beginning.

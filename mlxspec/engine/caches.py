@@ -469,14 +469,13 @@ def smallest_keeping_window(caches: Iterable[Any]) -> int | None:
 
 def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
     """The arrays that caches hold. A ``CacheList`` is not searched: pass :func:`parts` instead."""
-    found: list[Any] = []
-    for cache in caches:
-        # mlx's tree_flatten would take many times as long.
-        slot = isinstance(cache, SlotKVCache)
-        for value in (cache.keys, cache.values) if slot else vars(cache).values():
-            found += value if isinstance(value, list | tuple) else [value]
     # The caches of a layer that are in slots share their arrays.
-    return list({id(one): one for one in found if isinstance(one, mx.array)}.values())
+    holders = {id(one): one for one in (getattr(cache, "slots", cache) for cache in caches)}
+    found: list[Any] = []
+    for holder in holders.values():  # mlx's tree_flatten would take many times as long
+        for value in vars(holder).values():
+            found += value if isinstance(value, list | tuple) else [value]
+    return [one for one in found if isinstance(one, mx.array)]
 
 
 def is_trimmable(cache: Any) -> bool:

@@ -44,7 +44,7 @@ from .target import Capability, Target
 _MOST_PADDING, _SHORT = 2, 4096
 
 
-class JointMode(enum.Enum):
+class JointMode(enum.StrEnum):
     """How several sequences can share one forward of a model; the cheapest mode comes first."""
 
     SPLIT = "joint"
@@ -113,13 +113,16 @@ class Joint:
                     masked.enter_context(masked_for(TreeRows(tree), target.trimmable))
                 if target.capability is Capability.REPLAY and len(tree) > 1:
                     target.tape = tape = tape or Tape()
+            at = mx.array(positions, dtype=mx.int32)
+            places, longest = at[:, None, None, None], max(positions) + 1
             layers = [
-                SlotCaches(caches) if batch else _of_layer(caches, spans, self.mode, tape)
+                SlotCaches(caches, places, longest)
+                if batch
+                else _of_layer(caches, spans, self.mode, tape)
                 for caches in zip(*(target.cache for target, *_ in ordered), strict=True)
             ]
             rows = mx.concatenate([tokens for _, tokens, _ in ordered])
             rows = rows[:, None] if batch else rows[None]
-            at = mx.array(positions, dtype=mx.int32)
             logits = forward_at(self.model, rows, layers, at, tape)
         for target, tokens, _ in members:
             if target.head:
@@ -418,29 +421,29 @@ class SlotCaches:
 
     Args:
         members: the cache of each slot.
+        places: the position of each slot's row, (slots, 1, 1, 1).
+        longest: the largest of these positions plus 1.
     """
 
     offset = 0
     """0, since the rows' own positions are absolute."""
 
-    def __init__(self, members: Sequence[SlotKVCache]) -> None:
+    def __init__(self, members: Sequence[SlotKVCache], places: mx.array, longest: int) -> None:
         self._members = members
-        lengths = [member.offset for member in members]
-        self._longest = max(lengths) + 1
-        self._lengths = mx.array(lengths)[:, None]
+        self._places, self._longest = places, longest
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
         """The rows' mask, (slots, 1, 1, longest)."""
         entries = mx.arange(self._longest)
-        seen = entries <= self._lengths
+        seen = entries <= self._places
         if window_size is not None:
-            seen &= entries > self._lengths - window_size
-        return seen[:, None, None]
+            seen &= entries > self._places - window_size
+        return seen
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append one row per slot, (slots, heads, 1, head_dim); return all keys and values."""
         slots = self._members[0].slots
-        slots.write(self._lengths[:, None, :, None], self._longest, keys, values)
+        slots.write(self._places, self._longest, keys, values)
         for member in self._members:
             member.offset += 1
         held = slice(len(self._members)), slice(None), slice(self._longest)

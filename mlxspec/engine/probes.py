@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import mlx.nn as nn
 from mlx_lm.models import base, cache
-from pydantic import TypeAdapter
 
 from ..drafting.learned import cache_directory, read_kept, write_among_newest
 from .capability import chain_capability, examine, examine_joint
@@ -50,7 +49,14 @@ class Findings:
     joint: tuple[JointMode, str] | None = None
 
 
-_FINDINGS = TypeAdapter(Findings)
+def _read(content: dict[str, Any]) -> Findings:
+    chains, drafts, joint = (content[name] for name in ("chains", "drafts", "joint"))
+    return Findings(
+        content["tried_on"],
+        chains and Capability(chains),
+        drafts and (Capability(drafts[0]), drafts[1]),
+        joint and (JointMode(joint[0]), joint[1]),
+    )
 
 
 class Probes:
@@ -106,7 +112,7 @@ class Probes:
 
     @cached_property
     def _findings(self) -> Findings:
-        kept = None if self._anew or not self._path else read_kept(_WHAT, self._path, _FINDINGS)
+        kept = None if self._anew or not self._path else read_kept(_WHAT, self._path, _read)
         if kept:
             _log.info("what the model verifies is known from %s", self._path)
         return kept or Findings()
@@ -132,5 +138,5 @@ class Probes:
     def _keep(self, **found: Any) -> Findings:
         self._findings = replace(self._findings, **found)
         if self._path:
-            write_among_newest(self._path, _FINDINGS, self._findings)
+            write_among_newest(self._path, self._findings)
         return self._findings

@@ -115,10 +115,8 @@ class Sequence:
         Yields:
             the number of prompt tokens processed so far, and the total.
         """
-        self.drafter.attach(self.target, self.chooser.perturb)
-        self.drafter.begin(list(self.prompt))
-        self._open = True
-        tokens = self.prompt[self._n_cached : -1]  # the last token runs in the first step
+        self._begin_drafter()
+        tokens = self.tokens_to_prefill
         chunks = self.target.prefill_in_chunks(tokens, chunk, self.in_mlx_lms_chunks)
         with closing(chunks) as progress:
             while True:
@@ -127,6 +125,34 @@ class Sequence:
                 if done is None:
                     return
                 yield done, len(tokens)
+
+    @property
+    def tokens_to_prefill(self) -> tuple[int, ...]:
+        """The prompt's tokens after the cached ones, without the last one, which the first step
+        runs.
+        """
+        return self.prompt[self._n_cached : -1]
+
+    def begin_as_rows(self) -> JointRows:
+        """Begin with the whole prompt as a chain of rows, for a forward with other prompts.
+
+        Only if :attr:`begins_as_rows`. All rows then have to be committed.
+        """
+        self._begin_drafter()
+        self.target.prefill(())  # converts the caches
+        first, *others = self.tokens_to_prefill
+        return self.target, mx.array([first, *others]), DraftTree.chain(first, others)
+
+    @property
+    def begins_as_rows(self) -> bool:
+        """Whether :meth:`begin_as_rows` gives the same result as :meth:`begin`."""
+        tokens = len(self.tokens_to_prefill)
+        return tokens > 0 and not self.in_mlx_lms_chunks and self.target.takes_as_rows(tokens)
+
+    def _begin_drafter(self) -> None:
+        self.drafter.attach(self.target, self.chooser.perturb)
+        self.drafter.begin(list(self.prompt))
+        self._open = True
 
     def close(self) -> None:
         """Cut the cache to the context and end the drafter.
@@ -221,19 +247,20 @@ class Sequence:
 
     def accept(self) -> Accepted:
         """Wait for the target's choices and walk the tree along them."""
-        nodes, tokens = accept(self.tree, cast(list[int], self.forward.choices.tolist()))
+        choices = cast(list[int], self.forward.choices.tolist())
+        nodes, tokens = accept(self.tree, choices)
         self.finished = len(tokens) >= self.remaining
         for count, token in enumerate(tokens, start=1):
             if self.ends(token):
                 tokens, self.finished = tokens[:count], True
                 break
-        return Accepted(nodes[: len(tokens)], tokens)
+        return Accepted(nodes[: len(tokens)], tokens, tuple(choices))
 
     def settle(self, accepted: Accepted) -> VerifiedStep:
         """Commit the accepted rows, which :func:`move_accepted` has moved, and let the drafter
         observe the step.
         """
-        tree, forward, (nodes, tokens) = self.tree, self.forward, accepted
+        tree, forward, (nodes, tokens, choices) = self.tree, self.forward, accepted
         if len(tree) > 1:
             with mx.stream(generation_stream):
                 self.target.commit_moved(accepted.rows)
@@ -246,7 +273,6 @@ class Sequence:
         self._steps += 1
         if self._steps % _STEPS_BETWEEN_CLEARING == 0:
             mx.clear_cache()
-        choices = tuple(cast(list[int], forward.choices.tolist()))
         greedy = forward.argmaxes is forward.choices
         argmaxes = choices if greedy else tuple(cast(list[int], forward.argmaxes.tolist()))
         ended = time.perf_counter()
@@ -279,10 +305,12 @@ class Accepted(NamedTuple):
     Attributes:
         nodes: the accepted nodes of the step's tree, in order; the first is a child of the root.
         tokens: the emitted tokens.
+        choices: the target's token after each node of the tree.
     """
 
     nodes: tuple[int, ...]
     tokens: tuple[int, ...]
+    choices: tuple[int, ...]
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -295,21 +323,21 @@ class Forward:
     """A sequence's part of a dispatched forward.
 
     Args:
-        logits: the logits after the sequence's rows, (rows, vocabulary); None once tokens are
-            chosen.
         rows: the number of rows of the whole forward, including those of other sequences.
         sequences: the number of sequences that share the forward.
         pipelined: whether it was dispatched during the previous step.
 
     Attributes:
+        logits: the logits after the sequence's rows, (rows, vocabulary), until tokens are chosen;
+            None then.
         choices, argmaxes: (rows,), once tokens are chosen.
         logprobs: (rows, vocabulary); (vocabulary,) for a single row.
     """
 
-    logits: mx.array | None
     rows: int
     sequences: int
     pipelined: bool
+    logits: mx.array | None = field(init=False, default=None)
     choices: mx.array = field(init=False)
     argmaxes: mx.array = field(init=False)
     logprobs: mx.array = field(init=False)
@@ -421,16 +449,18 @@ def dispatch(
         else:
             ((target, tokens, tree),) = rows.values()
             logits = target.forward(tokens, tree)
-        forwards = {
-            sequence: Forward(logits[span], n_rows, len(rows), ahead)
-            for sequence, span in zip(rows, spans, strict=True)
-        }
+        forwards = {sequence: Forward(n_rows, len(rows), ahead) for sequence in rows}
         if any(sequence.chooser.grammar for sequence in rows):
             mx.async_eval(logits)  # computed while the masks are made
-        if len(rows) > 1 and all(sequence.chooser.takes_argmax for sequence in rows):
+        shares = len(rows) > 1 and all(sequence.chooser.takes_argmax for sequence in rows)
+        if shares:
             choices, logprobs = sequences[0].chooser.choose(logits, ())
+            split = zip(_split(choices, spans), _split(logprobs, spans), strict=True)
+            for forward, (chosen_tokens, own) in zip(forwards.values(), split, strict=True):
+                forward.set_choices(chosen_tokens, own, greedy=True)
+        else:
             for forward, span in zip(forwards.values(), spans, strict=True):
-                forward.set_choices(choices[span], logprobs[span], greedy=True)
+                forward.logits = logits[span]
         chosen = each(
             lambda s: s.choose(forwards[s], rows[s][2], rows[s][1] if ahead else None), rows
         )
@@ -449,6 +479,13 @@ def dispatch(
         if len(rows[sequence][2]) == 1:
             sequence.target.commit_moved((0,))
     return chosen
+
+
+def _split(array: mx.array, spans: abc.Sequence[slice]) -> list[mx.array]:
+    """The rows of each span, in one operation; together the spans are all rows, in any order."""
+    ends = sorted(span.stop for span in spans)
+    parts = dict(zip(ends, mx.split(array, ends[:-1]), strict=True))
+    return [parts[span.stop] for span in spans]
 
 
 def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
@@ -504,6 +541,28 @@ class Batch:
                 self._has_failed = True
                 log_fault(error)
             return None
+
+    def takes_prompt(self, sequence: Sequence) -> bool:
+        """Whether a sequence's prompt can run in one forward with others."""
+        takes = self._joint and self._joint.takes(sequence.target)
+        return bool(takes) and sequence.begins_as_rows
+
+    def prefill(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Run the prompts of several sequences in one forward, as :meth:`Sequence.begin` does.
+
+        Args:
+            sequences: :meth:`takes_prompt` says so for each. An exception of a drafter becomes its
+                sequence's fault.
+        """
+        assert self._joint
+        with mx.stream(generation_stream):
+            rows = each(Sequence.begin_as_rows, sequences)
+            if rows:
+                self._joint.forward([*rows.values()])
+            for target, tokens, _ in rows.values():
+                target.commit_moved(range(len(tokens)))
+            mx.eval([target.arrays for target, *_ in rows.values()])
+            mx.clear_cache()
 
     def join(self, sequence: Sequence) -> None:
         """Add a sequence whose prompt has run."""

@@ -47,7 +47,7 @@ For each, a snapshot of the states that cannot be cut is kept.
 _AFTER_MARK = 16  # tokens after a mark: more than open an answer in any chat template
 
 
-class Capability(enum.Enum):
+class Capability(enum.StrEnum):
     """Which drafts a target can verify; the greatest capability comes first."""
 
     TREE = "tree"
@@ -399,6 +399,14 @@ class Target:
             # mlx-lm quantises the cache between two tokens, so a draft must end before that point.
             return max(0, self.options.quantized_kv_start - 2 - self.length)
         return sys.maxsize
+
+    def takes_as_rows(self, tokens: int) -> bool:
+        """Whether a prompt of ``tokens`` tokens may run as the rows of a step, all accepted."""
+        return (
+            tokens <= min(self.max_depth, self.options.prefill_step_size)
+            and not self._marks_within(tokens, False)
+            and self.head is None
+        )
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Put prompt tokens into the caches, in chunks of ``options.prefill_step_size``."""

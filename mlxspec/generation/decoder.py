@@ -6,7 +6,6 @@ The named decoders differ only in what they draft from.
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable
 from dataclasses import replace
 from functools import partial
@@ -16,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
 from ..corpus.answers import identify
-from ..corpus.memory import MAX_TOKENS, Memory
-from ..corpus.store import Store
 from ..drafting.drafter import Drafter, checked_drafter
 from ..drafting.learned import Experience
 from ..engine.model_sizes import context_length
@@ -284,10 +282,9 @@ class AutoDecoder(Decoder):
     Args:
         model, tokenizer: as for :class:`Decoder`.
         memory_tokens: how many tokens of outputs the decoder remembers in its own memory,
-            :data:`mlxspec.corpus.memory.MAX_TOKENS` by default. With 0 it has no memory, and
+            :data:`mlxspec.corpus.answer_index.MAX_TOKENS` by default. With 0 it has no memory, and
             generations learn nothing from earlier ones.
         memory: a memory to use instead. Several decoders with the same tokenizer may share it.
-        store: a store to draft from, a file made by ``mlxspec store build``.
         extra_drafter: a further drafter, used when it pays: a :class:`mlxspec.Drafter`, which
             serves one generation at a time, or a class or function that makes one for each
             generation. The decoder learns how often its tokens are right.
@@ -303,8 +300,7 @@ class AutoDecoder(Decoder):
         LoadError: ``head`` cannot draft for the model. (A head that comes with the model is left
             out instead, with a warning.)
         OptionError: ``memory`` and ``memory_tokens`` are both given.
-        FileError: the store cannot be read, or the store or ``memory`` was made with another
-            tokenizer.
+        FileError: ``memory`` was made with another tokenizer.
     """
 
     drafting: Auto = Auto()
@@ -315,8 +311,7 @@ class AutoDecoder(Decoder):
         tokenizer: TokenizerWrapper | None = None,
         *,
         memory_tokens: int | None = None,
-        memory: Memory | None = None,
-        store: str | os.PathLike[str] | None = None,
+        memory: AnswerIndex | None = None,
         extra_drafter: Drafter | Callable[[], Drafter] | None = None,
         head: str | Path | Head | bool | None = None,
     ) -> None:
@@ -329,7 +324,7 @@ class AutoDecoder(Decoder):
         if memory is not None and memory_tokens is not None:
             raise OptionError("memory and memory_tokens are given together: choose one")
         if memory is None and memory_tokens != 0:
-            memory = Memory(memory_tokens or MAX_TOKENS)
+            memory = AnswerIndex(memory_tokens or MAX_TOKENS)
         if memory and memory.kept:
             kept, own = memory.kept.identity, identify(self.tokenizer)
             if kept.fingerprint != own.fingerprint:
@@ -340,12 +335,11 @@ class AutoDecoder(Decoder):
         self.drafting = replace(
             self.drafting,
             memory=memory,
-            store=None if store is None else Store(store, self.tokenizer),
             extra=None if extra_drafter is None else drafter_maker(extra_drafter),
         )
 
     @property
-    def memory(self) -> Memory | None:
+    def memory(self) -> AnswerIndex | None:
         """The memory of outputs, if the decoder has one."""
         return self.drafting.memory
 

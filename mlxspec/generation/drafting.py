@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ..corpus.memory import Memory
+from ..corpus.answer_index import AnswerIndex
 from ..drafting.acceptance import TokenClasses
 from ..drafting.costs import Costs, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft, checked_drafter
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     import mlx.nn as nn
 
-    from ..corpus.store import Store
     from ..models.heads import Head
     from .loaded import LoadedModel
 
@@ -122,15 +121,13 @@ class Auto(Drafting):
 
     Attributes:
         memory: the memory of earlier outputs, if outputs are remembered.
-        store: a store of texts to draft from.
         extra: makes a further drafter for each generation.
         prediction: token ids that the output is expected to follow.
         head: a trained head for the decoder's model, which drafts where text drafts are unlikely to
             be right.
     """
 
-    memory: Memory | None = None
-    store: Store | None = None
+    memory: AnswerIndex | None = None
     extra: Callable[[], Drafter] | None = None
     prediction: Sequence[int] = ()
     head: Head | None = None
@@ -154,13 +151,11 @@ class Auto(Drafting):
         self, classes: TokenClasses, experience: Experience, extra: Drafter | None = None
     ) -> list[SuffixSource | DrafterSource]:
         """What a generation drafts from, including ``extra``, a drafter of the user's own."""
-        look_ups = SuffixSource(
-            classes, experience, memory=self.memory, store=self.store, prediction=self.prediction
-        )
+        look_ups = SuffixSource(classes, experience, memory=self.memory, prediction=self.prediction)
         return [look_ups] if extra is None else [look_ups, DrafterSource(extra)]
 
     def apart(self, memory_tokens: int) -> Self:
-        return replace(self, memory=Memory(memory_tokens)) if self.memory else self
+        return replace(self, memory=AnswerIndex(memory_tokens)) if self.memory else self
 
     def make(self, decoder: LoadedModel) -> Drafter:
         from ..engine.draft_model import DraftModelDrafter

@@ -27,28 +27,31 @@ _LEAST_CHUNK, _MOST_CHUNK = 16, 2048
 # Even if nothing waits, a chunk should end soon, since nothing can interrupt it. Chunks of this
 # many tokens are about as fast as larger ones where they take long.
 _SECONDS, _LEAST_ALONE = 1.0, 256
+_MOST_STEPS = 3  # plain steps that decoding requests may wait for prompts
 _CHANGE = 0.3  # weight of the newest chunk in the running average of the prefill's speed
-_LEAST_UNREAD = 16  # a paused request resumes once this few responses are unread
+LEAST_UNREAD = 16  # a paused request resumes once this few responses are unread
 
 
 class Engine:
     """Runs requests with a decoder's model, in shared forwards if the model allows.
 
     Each turn runs chunks of prompts for as long as decoding requests may wait, and then one step of
-    every request whose prompt is done. Requests start in order of arrival, and prompts take turns,
-    so every request makes progress. If a request's drafter, processor or consumer raises, only that
-    request ends.
+    every request whose prompt is done. Short prompts share a chunk. Requests start in order of
+    arrival. The tokens of prompts that have run are a clock: each prompt is due as many tokens
+    after its start as it has itself, and the one that is due first runs. So short prompts overtake
+    long ones, and none is overtaken for long. If a request's drafter, processor or consumer raises,
+    only that request ends.
 
     Args:
         decoder: the model and its tokenizer.
         max_active: the most active requests, that is, running and not paused. Others wait to start,
             but a paused request that resumes becomes active at once, even beyond this number. With
             1, each request has its own forwards.
-        stall: how many seconds decoding requests may wait for others' prompts between two steps.
-            The speed of earlier chunks decides the size of the next one, except for prompts whose
-            result depends on their chunks (see the decoder's ``chunks_matter``). Use ``math.inf``
-            for batches, where only the total time counts: prompts run first, and others' drafts may
-            delay a request.
+        stall: how many seconds decoding requests may wait for others' prompts between two steps, if
+            three plain steps do not take less. The speed of earlier chunks decides the size of the
+            next one, except for prompts whose result depends on their chunks (see the decoder's
+            ``chunks_matter``). Use ``math.inf`` for batches, where only the total time counts:
+            prompts run first, and others' drafts may delay a request.
         max_unread: a request with this many unread responses is paused until :meth:`has_read`
             has counted most of them; None never pauses.
         spare: as for :class:`.engine.joint.Joint`.
@@ -81,11 +84,13 @@ class Engine:
         self.prefill_seconds = 0.0
         self.steps = 0
         self._step_seconds = 0.0
+        self._plain_seconds = math.inf  # of a step without drafts
         self._prefill_speed = 0.0  # tokens per second
+        self._prompt_tokens = 0  # that have run
         self._deadline = math.inf  # when this turn's prompts must stop
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        """Requests that have started; a request whose chunk has run moves to the end."""
+        """Requests that have started."""
         self._joins = False
         """Whether the batch is made for several sequences."""
         self._batch = self._new_batch(JointMode.ALONE)
@@ -105,9 +110,12 @@ class Engine:
             self._end(request, error)
 
     def has_read(self, request: Request, count: int) -> None:
-        """Count ``count`` responses as read; resume a paused request once few are unread."""
+        """Count ``count`` responses as read; resume a paused request once few are unread.
+
+        Up to ``LEAST_UNREAD`` read responses may be counted later, with further ones.
+        """
         request.unread -= count
-        if request.unread <= _LEAST_UNREAD and request.state is State.PAUSED:
+        if request.unread <= LEAST_UNREAD and request.state is State.PAUSED:
             request.state = State.DECODE
 
     @property
@@ -151,6 +159,8 @@ class Engine:
             self._waiting.remove(request)
             try:
                 request.start()
+                assert request.sequence is not None
+                request.due = self._prompt_tokens + len(request.sequence.tokens_to_prefill)
             except Exception as error:
                 self._end(request, error)
 
@@ -182,18 +192,23 @@ class Engine:
         started = time.perf_counter()
         self._deadline = math.inf
         while prefilling := self._in(State.PREFILL):
-            if (hurried or self._in(State.DECODE)) and self._deadline == math.inf:
-                self._deadline = time.perf_counter() + self.stall
-            request = prefilling[0]
-            self._running.append(request)  # first, so that an interrupt does not lose it
-            self._running.remove(request)
-            self._run_chunk(request)
+            decoding = bool(self._in(State.DECODE))
+            if (hurried or decoding) and self._deadline == math.inf:
+                own = decoding and self.stall < math.inf
+                steps = _MOST_STEPS * self._plain_seconds if own else math.inf
+                self._deadline = time.perf_counter() + min(self.stall, steps)
+            prefilling.sort(key=lambda request: request.due)
+            if together := self._short_ones(prefilling):
+                self._run_together(together)
+            else:
+                self._run_chunk(prefilling[0])
             # Stop even without decoding requests, so that requests can be cancelled.
             if time.perf_counter() >= min(self._deadline, started + self.stall):
                 return
 
     def _note_speed(self, tokens: int, started: float) -> None:
         """Update the prefill's speed, given that ``tokens`` have run since ``started``."""
+        self._prompt_tokens += tokens
         seconds = time.perf_counter() - started
         self.prefill_seconds += seconds
         if tokens:
@@ -209,6 +224,44 @@ class Engine:
         seconds = _SECONDS if alone else self._deadline - time.perf_counter()
         least = _LEAST_ALONE if alone else _LEAST_CHUNK
         return max(least, int(min(_MOST_CHUNK, self._prefill_speed * seconds)))
+
+    def _short_ones(self, prefilling: list[Request]) -> list[Request]:
+        """The prompts, due in this order, that run whole in one forward; none if less than two."""
+        if len(prefilling) == 1 or self._max_active == 1:
+            return []
+        self._share_steps()
+        found: list[Request] = []
+        room = min(self._chunk(), _LEAST_ALONE)
+        for request in prefilling:
+            sequence = request.sequence
+            assert sequence is not None
+            room -= len(sequence.tokens_to_prefill)
+            if room < 0 or request.prefill or not self._batch.takes_prompt(sequence):
+                break
+            found.append(request)
+        return found if len(found) > 1 else []
+
+    def _run_together(self, requests: list[Request]) -> None:
+        """Run whole prompts in one forward; their requests then decode."""
+        hold_at_exit()
+        started = time.perf_counter()
+        sequences = [request.sequence for request in requests if request.sequence]
+        try:
+            self._batch.prefill(sequences)
+        except Exception as error:  # of the forward that all share
+            for request in requests:
+                self._end(request, error)
+            return
+        self._note_speed(sum(len(one.tokens_to_prefill) for one in sequences), started)
+        for request, sequence in zip(requests, sequences, strict=True):
+            try:
+                if sequence.fault:
+                    raise sequence.fault
+                request.on_progress(*[len(sequence.tokens_to_prefill)] * 2)
+                self._batch.join(sequence)
+                request.state = State.DECODE
+            except Exception as error:
+                self._end(request, error)
 
     def _run_chunk(self, request: Request) -> None:
         """Run the next chunk of a prompt; after the last chunk, the request decodes."""
@@ -248,7 +301,11 @@ class Engine:
     def _respond(self, request: Request, sequence: Sequence, step: VerifiedStep) -> Iterator[None]:
         """Pass on the responses of a request's step."""
         try:
-            request.on_step(step, self._step_seconds, self._batch.cost(sequence, step))
+            cost = self._batch.cost(sequence, step)
+            # Only if its time is that of one forward, with no prompt beside it.
+            if step.pipelined == step.ahead and self._deadline == math.inf:
+                self._plain_seconds = self._step_seconds / max(1.0, cost)  # 1 if unknown
+            request.on_step(step, self._step_seconds, cost)
             for response in request.responses_of(step):
                 if response.finish_reason:
                     self._end(request, last=response)
@@ -293,20 +350,25 @@ class Engine:
 
     def _forget(self, request: Request) -> None:
         for requests in (self._waiting, self._running):
-            while request in requests:  # twice if a move was interrupted
+            if request in requests:
                 requests.remove(request)
 
     def _join(self, sequence: Sequence) -> None:
         """Add a sequence whose prompt has run to the batch."""
-        decoding = (one for one in self._running if one.state in (State.DECODE, State.PAUSED))
-        others = [one.sequence for one in decoding if one.sequence]
-        if others and not self._joins and self._max_active > 1:
-            # To find out the mode can take many forwards, and a request alone never needs it.
-            batch = self._new_batch(self._decoder.joint_mode)
-            for other in others:
-                batch.join(other)
-            self._batch, self._joins = batch, True
+        if any(one.state in (State.DECODE, State.PAUSED) for one in self._running):
+            self._share_steps()
         self._batch.join(sequence)
+
+    def _share_steps(self) -> None:
+        """Make the batch for several sequences, unless it is or only one may be active."""
+        if self._joins or self._max_active == 1:
+            return
+        # To find out the mode can take many forwards, and a request alone never needs it.
+        batch = self._new_batch(self._decoder.joint_mode)
+        for one in self._running:
+            if one.state in (State.DECODE, State.PAUSED) and one.sequence:
+                batch.join(one.sequence)
+        self._batch, self._joins = batch, True
 
     def _new_batch(self, mode: JointMode) -> Batch:
         return Batch(self._decoder.model, mode, self.stall == math.inf, self._spare)

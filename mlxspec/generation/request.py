@@ -158,6 +158,7 @@ class Request:
         stats: figures of the steps so far.
         n_cached: how many of the prompt's tokens were in a cache.
         prefilled: how many of the prompt's tokens have run or were in a cache.
+        due: the engine's number of prompt tokens at which the prompt should have run.
         unread: how many responses the consumer has not read yet, if an engine counts them.
         output: the output's text, set by :meth:`start`.
         sequence: the decoding state, set from :meth:`start` to :meth:`close`.
@@ -202,7 +203,7 @@ class Request:
         self.finish_reason: str | None = None
         self.context = list(prompt)
         self.stats = SpeculationStats()
-        self.n_cached = self.prefilled = 0
+        self.n_cached = self.prefilled = self.due = 0
         self.unread = 0
         self.sequence: steps.Sequence | None = None
         self.prefill: Generator[tuple[int, int], None, None] | None = None

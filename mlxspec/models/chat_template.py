@@ -7,7 +7,7 @@ machine from it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,6 +41,10 @@ def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) 
     Contents are texts or lists of parts, as the template takes them. Given the other one, many
     templates leave the content out without an error.
 
+    So do many with a second or late system message; others fail. What the template takes stays.
+    Otherwise, system and developer messages at the beginning are joined, or begin the first user
+    message if the template takes none. Later ones become the user's, within ``<system-reminder>``.
+
     Args:
         tokenizer: the model's tokenizer.
         messages: the conversation.
@@ -49,12 +53,86 @@ def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) 
     Raises:
         PromptError: the template fails, or leaves out the content of a message.
     """
+    messages = _with_systems_in_place(tokenizer, messages, how)
     fitted = [_fitted(tokenizer, message, how) for message in messages]
     try:
         return tokenizer.apply_chat_template(fitted, **how)
     except Exception as error:  # a template can raise anything
         cause = str(error) or type(error).__name__
         raise PromptError(f"the chat template failed ({cause})") from error
+
+
+_SYSTEM = ("system", "developer")
+
+
+def _with_systems_in_place(
+    tokenizer: TokenizerWrapper, messages: Messages, how: Mapping[str, Any]
+) -> Messages:
+    """The conversation, with system and developer messages where the template takes them."""
+
+    def takes(role: str, place: str = "") -> bool:
+        return any(_shown_contents(tokenizer, role, how, place).values())
+
+    roles = [message.get("role") for message in messages]
+    if not set(roles).intersection(_SYSTEM):
+        return messages
+    if "developer" in roles and not takes("developer"):
+        messages = [
+            {**message, "role": "system"} if role == "developer" else message
+            for role, message in zip(roles, messages, strict=True)
+        ]
+    count = next((at for at, role in enumerate(roles) if role not in _SYSTEM), len(roles))
+    first, later = messages[:count], messages[count:]
+    if first and not takes(first[0]["role"]):
+        return _given_to_users(later, opening=first)
+    if count > 1 and not takes("system", "again"):
+        first = [{**first[0], "content": _joined(message.get("content") for message in first)}]
+    if set(roles[count:]).intersection(_SYSTEM) and not takes("system", "later"):
+        later = _given_to_users(later)
+    return [*first, *later]
+
+
+def _given_to_users(messages: Messages, opening: Sequence[dict[str, Any]] = ()) -> Messages:
+    """Make system messages part of the user's messages beside them, or user messages.
+
+    Args:
+        messages: the conversation; its system messages are marked.
+        opening: system messages before it, which are not marked.
+    """
+    # Each message with its contents, which are joined only at the end: there may be ten thousand.
+    groups: list[tuple[dict[str, Any], list[Any]]] = []
+    joins = False  # many templates require that the user and the assistant alternate
+    for number, message in enumerate([*opening, *messages]):
+        moved, content = message.get("role") in _SYSTEM, message.get("content")
+        if moved and not content:
+            continue
+        if moved and number >= len(opening):
+            # As Claude Code marks such texts.
+            content = _joined(["<system-reminder>", content, "</system-reminder>"], "\n")
+        given = {"role": "user", "content": content} if moved else message
+        last, contents = groups[-1] if groups else ({}, [])
+        if last.get("role") == given.get("role") == "user" and (moved or joins):
+            contents.append(content)
+            groups[-1] = {**last, **given}, contents
+        else:
+            groups.append((given, [content]))
+        joins = moved
+    return [
+        {**message, "content": _joined(contents)} if len(contents) > 1 else message
+        for message, contents in groups
+    ]
+
+
+def _joined(contents: Iterable[Any], between: str = "\n\n") -> str | list[Any]:
+    """Join contents, with a text between them: to a text if all are texts, else to parts."""
+    given = [content for content in contents if content]
+    if all(isinstance(content, str) for content in given):
+        return between.join(given)
+    parts: list[Any] = []
+    for content in given:
+        parts += _other_form(between) if parts else []
+        parts += _other_form(content) if isinstance(content, str) else content
+    return parts
 
 
 def _fitted(
@@ -95,49 +173,59 @@ _CALL = {"id": "call00001", "type": "function", "function": {"name": "mark", "ar
 
 
 def _shown_contents(
-    tokenizer: TokenizerWrapper, role: str, how: Mapping[str, Any]
+    tokenizer: TokenizerWrapper, role: str, how: Mapping[str, Any], place: str = ""
 ) -> dict[type, bool | None]:
     """Whether a template shows the contents of a role if they are texts, and if they are lists.
 
-    None if it fails. This is found out once, from marked contents.
+    None if it fails. This is found out once, from marked contents. The place is "again" for a
+    second message of this role, "later" for further ones, and otherwise the role's usual one.
     """
     known: dict[Any, Any] = vars(tokenizer).setdefault("_mlxspec_shown_contents", {})
     # Tools may select another template, or another branch of it.
     selecting = {name: how[name] for name in ("chat_template", "tools") if how.get(name)}
     template = selecting.get("chat_template") or getattr(tokenizer, "chat_template", None)
-    key = str(template), "tools" in selecting, role
+    key = str(template), "tools" in selecting, role, place
     if key not in known:
         known[key] = {
-            str: _shows(tokenizer, role, _MARK, "mark7", selecting),
-            list: _shows(tokenizer, role, [{"type": "text", "text": _MARK}], _MARK, selecting),
+            str: _shows(tokenizer, role, place, _MARK, "mark7", selecting),
+            list: _shows(tokenizer, role, place, _other_form(_MARK), _MARK, selecting),
         }
     return cast("dict[type, bool | None]", known[key])
 
 
 def _shows(
-    tokenizer: TokenizerWrapper, role: str, content: Any, mark: str, selecting: Mapping[str, Any]
+    tokenizer: TokenizerWrapper,
+    role: str,
+    place: str,
+    content: Any,
+    mark: str,
+    selecting: Mapping[str, Any],
 ) -> bool | None:
-    """Whether a template shows a mark in a content of this role; None if it fails."""
+    """Whether a template shows a mark in each content of this role; None if it fails."""
     # The other contents are in the same form, since a template may fail at the other one.
-    other = "Hello" if isinstance(content, str) else [{"type": "text", "text": "Hello"}]
+    other = "Hello" if isinstance(content, str) else _other_form("Hello")
     user, marked = {"role": "user", "content": other}, {"role": role, "content": content}
+    answer = {"role": "assistant", "content": other}
     conversations: dict[str, Messages] = {
+        "again": [marked, marked, user],
+        "later": [marked, user, marked, answer, marked, user, marked],
         "user": [marked],
         "assistant": [user, marked, user],
         "tool": [
             user,
-            {"role": "assistant", "content": other, "tool_calls": [_CALL]},
+            {**answer, "tool_calls": [_CALL]},
             {**marked, "name": "mark", "tool_call_id": _CALL["id"]},
         ],
     }
-    conversation = conversations.get(role, [marked, user])
+    conversation = conversations.get(place or role, [marked, user])
     try:
         text = tokenizer.apply_chat_template(
             conversation, tokenize=False, add_generation_prompt=True, **selecting
         )
     except Exception:  # a template can raise anything
         return None
-    return mark in text if isinstance(text, str) else None
+    count = sum(message["content"] is content for message in conversation)
+    return text.count(mark) >= count if isinstance(text, str) else None
 
 
 NOT_A_PROMPT = {*("conversation", "messages", "return_dict", "return_tensors", "tokenize")}

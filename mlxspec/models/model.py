@@ -9,6 +9,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..errors import LoadError, PromptError, printable
-from ..process import open_standard_streams
+from ..process import collector_paused, open_standard_streams
 from ..terminal import one_line
 from .heads import NO_MODEL, named_kind
 from .heads.settings import text_of
@@ -28,6 +29,7 @@ from .model_files import (
     local_path,
     read_config,
     read_json_object,
+    without_byte_order_marks,
 )
 
 _log = logging.getLogger(__name__)
@@ -73,23 +75,51 @@ def load(
     Raises:
         LoadError: a file is missing, damaged or not supported; the message says how to fix it.
     """
-    open_standard_streams()  # for programs that have closed them
-    started = time.perf_counter()
     adapters = None if adapter_path is None else find_adapters(adapter_path)
     directory = find_directory(path_or_hf_repo, revision)
-    model, config = load_lazily(directory, read_config(directory), model_config)
-    if adapters is not None:
-        model = _with_adapters(model, adapters)
-    widen(model)
-    if not lazy:
-        evaluate(model, directory)
+    on_read = None if lazy else _unheard
+    model, tokenizer, config = load_parts(
+        directory, tokenizer_config, model_config, adapters, on_read
+    )
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
 
+
+def _unheard(nbytes: int) -> None:
+    """Report to nobody that an array has been read."""
+
+
+def load_parts(
+    directory: Path,
+    tokenizer_config: dict[str, Any] | None = None,
+    model_config: dict[str, Any] | None = None,
+    adapters: Path | None = None,
+    on_read: OnRead | None = _unheard,
+) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """Load a model, its tokenizer, and its settings from a directory; see :func:`load`.
+
+    Args:
+        directory, tokenizer_config, model_config: as for :func:`load`.
+        adapters: the result of :func:`find_adapters`.
+        on_read: reports progress; None leaves the weights on disk.
+    """
     from .tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(directory, config.get("eos_token_id"), tokenizer_config)
-    seconds = time.perf_counter() - started
-    _log.info("loaded %s from %s in %.1f s", path_or_hf_repo, directory, seconds)
-    return (model, tokenizer, config) if return_config else (model, tokenizer)
+    open_standard_streams()  # for programs that have closed them
+    started = time.perf_counter()
+    with collector_paused(), ThreadPoolExecutor(1) as beside:
+        model, config = load_lazily(directory, read_config(directory), model_config)
+        if adapters is not None:
+            model = _with_adapters(model, adapters)
+        widen(model)
+        # Weights wait for the disk, while a tokenizer keeps Python busy for about as long.
+        tokenizer = beside.submit(
+            load_tokenizer, directory, config.get("eos_token_id"), tokenizer_config
+        )
+        if on_read is not None:
+            evaluate(model, directory, on_read)
+        loaded = model, tokenizer.result(), config
+    _log.info("loaded %s in %.1f s", directory, time.perf_counter() - started)
+    return loaded
 
 
 def load_lazily(
@@ -109,7 +139,8 @@ def load_lazily(
 
     check_weights(directory)
     try:
-        model, config = load_model(directory, lazy=True, model_config=changes or {})
+        with without_byte_order_marks(directory) as plain:
+            model, config = load_model(plain, lazy=True, model_config=changes or {})
         check_scales(model)
         _try(model)
     except LoadError as error:
@@ -196,7 +227,8 @@ def _with_adapters(model: nn.Module, directory: Path) -> nn.Module:
     from mlx_lm.utils import load_adapters
 
     try:
-        model = load_adapters(model, str(directory))
+        with without_byte_order_marks(directory) as plain:
+            model = load_adapters(model, str(plain))
         given = cast(dict[str, mx.array], mx.load(str(directory / "adapters.safetensors")))
         # mlx-lm leaves these at their first values: zeros for lora_b, so that nothing is adapted.
         for name, _ in tree_flatten(model.parameters()):
@@ -218,7 +250,7 @@ def widen(model: nn.Module) -> None:
         model.apply(lambda p: p.astype(mx.float32) if p.dtype in half else p)
 
 
-def evaluate(model: nn.Module, source: str | Path, on_read: OnRead = lambda nbytes: None) -> None:
+def evaluate(model: nn.Module, source: str | Path, on_read: OnRead = _unheard) -> None:
     """Read the weights one array at a time, so that memory never holds all of them twice.
 
     Args:

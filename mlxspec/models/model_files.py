@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Collection
-from contextlib import suppress
+from codecs import BOM_UTF8
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import LoadError, printable
@@ -200,7 +202,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """
     check_not_special(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
@@ -208,6 +210,32 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise LoadError(f"{path}: not a JSON object")
     return content
+
+
+@contextmanager
+def without_byte_order_marks(directory: Path) -> Iterator[Path]:
+    """Yield a directory whose settings have no byte order marks, which some editors write.
+
+    mlx-lm and transformers refuse them, or make them part of a chat template. If there are none,
+    it is the directory itself; otherwise one with links to its files, which exists until the end of
+    the ``with`` block.
+    """
+    marked = []
+    for path in (*directory.glob("*.json"), *directory.glob("*.jinja")):
+        if path.is_file():
+            with path.open("rb") as file:
+                marked += [path] if file.read(len(BOM_UTF8)) == BOM_UTF8 else []
+    if not marked:
+        yield directory
+        return
+    with TemporaryDirectory() as plain:
+        for path in directory.iterdir():
+            copy = Path(plain, path.name)
+            if path in marked:
+                copy.write_bytes(path.read_bytes().removeprefix(BOM_UTF8))
+            else:
+                copy.symlink_to(path.resolve())
+        yield Path(plain)
 
 
 def check_not_special(path: Path) -> None:
@@ -261,7 +289,7 @@ def check_weights(directory: Path) -> list[mx.array]:
 
 _IN_16_BITS = "use the original in 16 bits, and quantise it with `mlxspec convert -q`"
 _UNSUPPORTED = {
-    "F64": "cast it to float32 and save it again",
+    "F64": "convert the model with `mlxspec convert`, which casts it",
     **dict.fromkeys(("F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2"), _IN_16_BITS),
 }
 """Types of tensors in safetensors files that MLX cannot read, each with a remedy."""
@@ -299,11 +327,20 @@ def check_weights_file(path: Path) -> dict[str, mx.array]:
 
 def _unsupported_type(path: Path) -> str:
     """The error about the first tensor of a whole file whose type MLX cannot read."""
-    from safetensors import safe_open
-
-    with safe_open(path, "np") as file:
-        types = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    types = tensor_types(path)
     known = [(name, kind) for name, kind in types.items() if kind in _UNSUPPORTED]
     name, kind = known[0] if known else next(iter(types.items()))
     named = f"the tensor {printable(name)} has the type {kind}"
     return f"{named}, which MLX cannot read; {_UNSUPPORTED.get(kind, _IN_16_BITS)}"
+
+
+def tensor_types(path: Path) -> dict[str, str]:
+    """The type of each tensor in a safetensors file, such as "BF16"; empty if it is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    check_not_special(path)
+    try:
+        with safe_open(path, "np") as file:
+            return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return {}

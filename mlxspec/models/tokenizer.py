@@ -39,7 +39,12 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from ..drafting.acceptance import SPECIAL, class_of
 from ..errors import LoadError, printable
 from ..terminal import one_line
-from .model_files import find_directory, local_path, read_json_object
+from .model_files import (
+    find_directory,
+    local_path,
+    read_json_object,
+    without_byte_order_marks,
+)
 from .sentencepiece_tokenizer import build_tokenizer
 
 HUGGING_FACE_FILES = ("tokenizer.json", "vocab.json", "vocab.txt")
@@ -75,8 +80,10 @@ def has_chat_template(source: str | Path) -> bool:
     """
     directory = find_directory(source, None, weights=())
     settings = directory / "tokenizer_config.json"
-    if (directory / "chat_template.jinja").is_file() or (
-        settings.is_file() and read_json_object(settings).get("chat_template")
+    if (
+        (directory / "chat_template.jinja").is_file()
+        or (settings.is_file() and read_json_object(settings).get("chat_template"))
+        or _older_template(directory)
     ):
         return True  # without the second that it takes to build a tokenizer
     return bool(load_tokenizer(directory, None).has_chat_template)
@@ -101,10 +108,12 @@ def load_tokenizer(
     """
     try:
         if any((directory / name).is_file() for name in HUGGING_FACE_FILES):
-            return _load(directory, eos_token_ids, settings or {})
-        with TemporaryDirectory() as written:
-            write_tokenizer(directory, Path(written))
-            wrapper = _load(Path(written), eos_token_ids, settings or {})
+            with without_byte_order_marks(directory) as plain:
+                wrapper = _load(plain, eos_token_ids, settings or {})
+        else:
+            with TemporaryDirectory() as written:
+                write_tokenizer(directory, Path(written))
+                wrapper = _load(Path(written), eos_token_ids, settings or {})
         wrapper._tokenizer.name_or_path = str(directory)
     except LoadError:
         raise
@@ -132,6 +141,19 @@ def _config_without_nulls(directory: Path) -> Any:
         return None
 
 
+def _older_template(directory: Path) -> dict[str, Any]:
+    """The setting ``chat_template`` from ``chat_template.json``, unless a newer file has one.
+
+    transformers reads this file only for models with a processor, such as those of images.
+    """
+    older, settings = directory / "chat_template.json", directory / "tokenizer_config.json"
+    if not older.is_file() or (directory / "chat_template.jinja").is_file():
+        return {}
+    if settings.is_file() and read_json_object(settings).get("chat_template"):
+        return {}
+    return {name: one for name, one in read_json_object(older).items() if name == "chat_template"}
+
+
 def _load(
     directory: Path, eos_token_ids: Collection[int] | int | None, settings: Mapping[str, Any]
 ) -> TokenizerWrapper:
@@ -141,6 +163,7 @@ def _load(
     how = {**settings, "trust_remote_code": False}
     if (config := _config_without_nulls(directory)) is not None:
         how["config"] = config
+    how = {**_older_template(directory), **how}
     wrapper = load_hugging_face_tokenizer(directory, how, eos_token_ids=ids)
     wrapper._mlxspec_detokenizer = streaming_detokenizer(wrapper._tokenizer)
     return wrapper
@@ -168,7 +191,7 @@ def write_tokenizer(source: Path, target: Path) -> None:
     tokenizer, settings = build_tokenizer(paths[0])
     own_settings = source / "tokenizer_config.json"
     own = read_json_object(own_settings) if own_settings.is_file() else {}
-    settings |= {key: own[key] for key in _KEPT_SETTINGS & own.keys()}
+    settings |= {key: own[key] for key in _KEPT_SETTINGS & own.keys()} | _older_template(source)
     added = own.get("added_tokens_decoder") or {}
     for index in sorted(map(int, added)):
         token = added[str(index)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -18,9 +19,11 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import __version__
 from ..engine.grammar import Grammar, Vocabulary
@@ -28,7 +31,7 @@ from ..errors import OptionError, printable
 from ..generation.options import GenerationOptions
 from ..generation.request import State
 from .answer import FAILED, ApiAnswer, answered, kept_alive
-from .auth import MOST_BYTES, AuthMiddleware, body_of, stated_length
+from .auth import MOST_BYTES, AuthMiddleware, body_of, decoded, stated_length
 from .body import ApiError, error_response, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
 from .messages import MessagesAnswer, MessagesBody, messages_headers
@@ -54,6 +57,7 @@ def create_app(
     max_tokens: int = 8192,
     hosts: Collection[str] | None = None,
     keys: Sequence[str] = (),
+    origins: Sequence[str] = (),
     strict_model_names: bool = False,
     keep_alive: float = 10.0,
     on_refusal: Callable[[str, ApiError], object] = lambda path, error: None,
@@ -63,7 +67,7 @@ def create_app(
     Args:
         catalog: the models that requests may name, with the worker that runs them.
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
-        hosts, keys: as for :class:`mlxspec.server.auth.AuthMiddleware`.
+        hosts, keys, origins: as for :class:`mlxspec.server.auth.AuthMiddleware`.
         on_refusal: called with the path and the error of each refused request.
         strict_model_names: whether an unknown model name is always an error; see
             :meth:`.Catalog.named`.
@@ -82,15 +86,44 @@ def create_app(
         "",
         routes=[*endpoints.routes(), *_status_routes(catalog)],
         middleware=[
-            Middleware(AuthMiddleware, hosts=hosts, keys=keys),
+            Middleware(AuthMiddleware, hosts=hosts, keys=keys, origins=origins),
             Middleware(keeping_models),
         ],
     )
+    outer = [Middleware(_with_single_slashes)]
+    if origins:
+        sharing = Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+            allow_private_network=True,  # Chrome asks whether a page may use a server on loopback
+        )
+        outer.insert(0, sharing)
     return Starlette(
         routes=[guarded],
+        middleware=outer,
         lifespan=catalog.running,
         exception_handlers={ApiError: refused, HTTPException: refused, Exception: _server_error},
     )
+
+
+_SLASHES = re.compile(r"(?<!^/v1/models)//+")
+
+
+def _with_single_slashes(app: ASGIApp) -> ASGIApp:
+    """ASGI middleware: accepts the paths of clients whose base URL ends with a slash.
+
+    A model's name, which may be a path, stays as it is.
+    """
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "path": _SLASHES.sub("/", scope["path"])}
+        await app(scope, receive, send)
+
+    return served
 
 
 def _wrong_path(request: Request, error: Exception) -> ApiError:
@@ -112,7 +145,8 @@ _COMPILING = 4  # the most constraints that are compiled at the same time
 _SLOW = 1 << 18  # bytes; only one larger body at a time is parsed, since that delays the event loop
 # Bodies that are being read, or wait to be parsed, must not fill the memory: by their size in
 # bytes, the most at the same time. Others are not read meanwhile.
-_BODIES = {1 << 16: None, 1 << 20: 128, MOST_BYTES: 4}
+_BODIES = {1 << 16: 1 << 16, 1 << 20: 128, MOST_BYTES: 4}
+_ARRIVAL = 30.0  # seconds in which a body should arrive; then it gives way if no place is free
 
 _Result = TypeVar("_Result")
 _Chat = TypeVar("_Chat", bound=ApiBody)
@@ -129,6 +163,22 @@ async def _held(lock: asyncio.Lock | asyncio.Semaphore, make: Callable[[], _Resu
             return await run_in_threadpool(make)
 
     return await asyncio.shield(asyncio.create_task(run()))
+
+
+async def _arrived(request: Request, places: asyncio.Semaphore) -> list[bytes]:
+    """Read a body. Raises ApiError if it arrives slowly, and others may wait for its place."""
+    reading = asyncio.create_task(body_of(request))
+    try:
+        while not (await asyncio.wait({reading}, timeout=_ARRIVAL))[0]:
+            if places.locked():
+                raise ApiError(
+                    "the body arrives too slowly, and others wait for it: send it again",
+                    status=408,
+                    headers={"Connection": "close"},
+                )
+        return reading.result()
+    finally:
+        reading.cancel()
 
 
 @dataclass
@@ -158,10 +208,7 @@ class Endpoints:
         # Slow work must not occupy all threads.
         self._compiling = asyncio.Semaphore(_COMPILING)
         self._parsing = asyncio.Lock()
-        self._bodies = {
-            size: asyncio.Semaphore(most) if most else nullcontext()
-            for size, most in _BODIES.items()
-        }
+        self._bodies = {size: asyncio.Semaphore(most) for size, most in _BODIES.items()}
         self._responses = ResponseStore()
 
     def routes(self) -> list[Route]:
@@ -299,13 +346,16 @@ class Endpoints:
             parse: turns the JSON value into the result.
 
         Raises:
-            ApiError: the body is not JSON or is too large, or ``parse`` refuses it.
+            ApiError: the body is not JSON, is too large or has an unknown encoding, or ``parse``
+                refuses it.
         """
         length = stated_length(request)
-        async with next(room for size, room in self._bodies.items() if length <= size):
-            data = await body_of(request)
-            async with self._parsing if len(data) > _SLOW else nullcontext():
-                return await run_in_threadpool(lambda: parse(read_body(data)))
+        places = next(places for size, places in self._bodies.items() if length <= size)
+        async with places:
+            parts = await _arrived(request, places)
+            slow = sum(map(len, parts)) > _SLOW or "content-encoding" in request.headers
+            async with self._parsing if slow else nullcontext():
+                return await run_in_threadpool(lambda: parse(read_body(decoded(request, parts))))
 
     async def _read_chat(
         self, request: Request, parse: Callable[[Any], _Chat]
@@ -418,9 +468,10 @@ class Endpoints:
             check_ids(ids, served.decoder.vocab_size, param, served.decoder.tokenizer)
         if not tokens:
             raise ApiError(f"{body.param} has no tokens: send a text.", param=body.param)
-        length = len(tokens) + (body.max_tokens or 1)
-        length = min(length, served.context_length or length)
-        await self.catalog.make_room_for(served.memory.needs(length))
+        for answer in (body.max_tokens or 1, 1):  # the second if the first could never fit
+            length = len(tokens) + answer
+            length = min(length, served.context_length or length)
+            await self.catalog.make_room_for(served.memory.needs(length))
         max_tokens = self._worker.memory.max_tokens_for(served, len(tokens), body, self.max_tokens)
         grammar = await self._grammar(served, body, prompt)
 

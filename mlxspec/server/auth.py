@@ -2,13 +2,15 @@
 
 A web page can make the user's browser send requests to a server on loopback. Two checks keep such
 pages out: the Host header must name this server (against DNS rebinding), and an Origin header, if
-there is one, must name it too. The server sends no CORS headers.
+there is one, must name it too, or be one that the operator allows. CORS headers are sent only to
+those.
 """
 
 from __future__ import annotations
 
 import hmac
 import re
+import zlib
 from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
@@ -33,14 +35,21 @@ class AuthMiddleware:
         app: receives the accepted requests.
         hosts: the names of this server that requests may use, without port; None for any.
         keys: the accepted API keys; if empty, requests need no key.
+        origins: the origins besides the server's own that requests may have, such as
+            ``app://obsidian.md``, in lower case.
     """
 
     def __init__(
-        self, app: ASGIApp, hosts: Collection[str] | None = None, keys: Sequence[str] = ()
+        self,
+        app: ASGIApp,
+        hosts: Collection[str] | None = None,
+        keys: Sequence[str] = (),
+        origins: Collection[str] = (),
     ) -> None:
         self._app = app
         self._hosts = None if hosts is None else {host.lower() for host in hosts}
         self._keys = [key.encode() for key in keys]
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         Request(scope).state.partition = self._checked(scope)
@@ -63,9 +72,14 @@ class AuthMiddleware:
             )
         origin = headers.get("origin")
         own = headers.get("host", "").lower()
-        if origin is not None and origin.partition("://")[2].lower() != own:
+        if (
+            origin is not None
+            and origin.lower() not in self._origins
+            and origin.partition("://")[2].lower() != own
+        ):
             raise ApiError(
-                "pages from other sites may not use this server: use its own page",
+                f"pages and programs of the origin {shown(origin)} may not use this server: use "
+                "its own page, or allow the origin with --allow-origin",
                 status=403,
                 code="origin_not_allowed",
             )
@@ -100,22 +114,62 @@ def stated_length(request: Request) -> int:
     """The most bytes that a request's body may have, according to its headers.
 
     Raises:
-        ApiError: the body is too long.
+        ApiError: the body is too long, or has an unknown encoding.
     """
+    encoded = _encoding_of(request) != "identity"
     # h11 allows only numbers.
     length = int(request.headers.get("content-length", 0))
     if length > MOST_BYTES:
         raise ApiError(_TOO_LONG, status=413, code="request_too_large")
-    return MOST_BYTES if "transfer-encoding" in request.headers else length
+    return MOST_BYTES if encoded or "transfer-encoding" in request.headers else length
 
 
-async def body_of(request: Request) -> bytes:
-    """Read a request's body.
+_ENCODINGS = ("gzip", "x-gzip", "deflate")
+
+
+def _encoding_of(request: Request) -> str:
+    encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
+    if encoding not in ("identity", *_ENCODINGS):
+        raise ApiError(
+            f"the Content-Encoding is {shown(encoding)}: send the body with gzip, with deflate, "
+            "or as it is",
+            status=415,
+            headers={"Accept-Encoding": "gzip, deflate"},
+        )
+    return encoding
+
+
+def decoded(request: Request, parts: list[bytes]) -> bytes:
+    """Join a body's pieces, and undo its ``Content-Encoding``. The list is then empty.
+
+    Raises:
+        ApiError: the encoding is unknown, the body is not in this encoding, or is too long.
+    """
+    data = b"".join(parts)
+    parts.clear()  # half of the memory
+    if (encoding := _encoding_of(request)) == "identity":
+        return data
+    # Many clients send deflate without zlib's header.
+    bare = encoding == "deflate" and (data[:1] != b"\x78" or int.from_bytes(data[:2]) % 31 != 0)
+    decoder = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32)
+    try:
+        whole = decoder.decompress(data, MOST_BYTES + 1)
+    except zlib.error as error:
+        raise ApiError(f"the body is not {encoding} ({error}): encode it again") from None
+    if len(whole) > MOST_BYTES:
+        raise ApiError(_TOO_LONG, status=413, code="request_too_large")
+    if not decoder.eof or decoder.unused_data:
+        raise ApiError(f"the body is not one whole {encoding} stream: encode it again")
+    return whole
+
+
+async def body_of(request: Request) -> list[bytes]:
+    """Read a request's body, in the pieces in which it arrives.
 
     Raises:
         ApiError: the body is too long, or the client disconnected.
     """
-    parts, length = [], 0
+    parts, length = list[bytes](), 0
     try:
         async for part in request.stream():
             length += len(part)
@@ -124,4 +178,4 @@ async def body_of(request: Request) -> bytes:
             parts.append(part)
     except ClientDisconnect:  # nobody reads this error
         raise ApiError("the client disconnected before the end of the body", status=499) from None
-    return b"".join(parts)
+    return parts

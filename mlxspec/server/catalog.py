@@ -352,7 +352,7 @@ class Catalog:
                 raise ApiError(
                     f"the weights of {entry.name} need {entry.nbytes >> 20} MiB, but only "
                     f"{left >> 20} MiB are left of {memory.limit >> 20} MiB: use a smaller model, "
-                    "or allow the server more memory with --memory",
+                    "or allow the server more memory with --memory-limit",
                     status=413,
                     param="model",
                     code="out_of_memory",

@@ -91,7 +91,6 @@ class MessagesBody(ApiBody):
     stop: Stops = Field([], validation_alias="stop_sequences")
 
     unsupported = ("all", "/v1/messages")
-    cuts_max_tokens = True  # clients ask for as much as the largest models can write
 
     def for_template(self) -> list[dict[str, Any]]:
         text = "".join(_BILLING.sub("", block.text) for block in self.system)
@@ -125,12 +124,7 @@ def _messages_of(turn: _Turn) -> Iterator[dict[str, Any]]:
         if is_result:
             yield from (block.result() for block in group)
             continue
-        text = "".join(block.text for block in group)
-        if turn.role == "system":
-            # Few chat templates accept a system message within a conversation. This is how Claude
-            # Code marks such text in user messages.
-            text = f"<system-reminder>\n{text}\n</system-reminder>"
-        yield {"role": "user", "content": [text]}
+        yield {"role": turn.role, "content": ["".join(block.text for block in group)]}
 
 
 def _answer(blocks: Sequence[_Block]) -> dict[str, Any]:

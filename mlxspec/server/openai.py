@@ -52,7 +52,7 @@ class _Message(Body):
     tool_call_id: str | None = None
     images: Annotated[list[Any], Field(max_length=0)] = []  # Ollama's
 
-    needed = dict.fromkeys(("system", "developer", "user"), ("content",))
+    needed = {"user": ("content",)}
 
     def for_template(self) -> dict[str, Any]:
         """The message in the form that chat templates expect."""
@@ -83,7 +83,12 @@ class ChatBody(ApiBody):
         return self.top_logprobs or (0 if self.logprobs else None)
 
     def for_template(self) -> list[dict[str, Any]]:
-        return [message.for_template() for message in self.messages]
+        # Some clients send system messages without content.
+        return [
+            message.for_template()
+            for message in self.messages
+            if message.role not in ("system", "developer") or "content" in message.model_fields_set
+        ]
 
     def offered(self) -> Sequence[dict[str, Any]]:
         return self.sent.get("tools") or []  # with all fields: templates may use unknown ones

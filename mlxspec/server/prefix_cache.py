@@ -16,6 +16,7 @@ import logging
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -323,8 +324,7 @@ class PrefixCache:
                 written.add(self._write(entry, directory))
             for pattern in (_FILES, f".{_FILES}.*"):  # also files that a killed process left behind
                 for path in {*directory.glob(pattern)} - written:
-                    if path.is_symlink() or not path.is_dir():
-                        path.unlink()
+                    _remove(path)
         except (OSError, MlxspecError) as error:
             reason = getattr(error, "strerror", None) or error
             _log.warning(
@@ -335,7 +335,7 @@ class PrefixCache:
             )
 
     def _write(self, entry: _Entry, directory: Path) -> Path:
-        """Write an entry's file, whose name ends with its checksum, unless it exists."""
+        """Write an entry's file, whose name ends with its checksum, unless a usable one exists."""
         described = {
             "model": self._fingerprint,
             "partition": entry.partition,
@@ -344,8 +344,9 @@ class PrefixCache:
         }
         name = _digest(f"{described} {entry.tokens.tolist()}")
         for path in directory.glob(f"{name}-*.safetensors"):
-            path.touch()
-            return path
+            if path.is_dir() or is_ours_alone(path):
+                path.touch()
+                return path
         path = directory / f"{name}.safetensors"
         entry.session.save(path, described)
         return path.rename(path.with_stem(f"{name}-{_checksum(path)}"))
@@ -353,8 +354,9 @@ class PrefixCache:
     def load(self, directory: Path, most: int | None = None) -> None:
         """Load as many of the entries that :meth:`save` wrote as fit, the last used first.
 
-        Files that are damaged or belong to another model are skipped with a warning, as is any file
-        or directory that other users may write to.
+        Files that belong to another model are skipped with a warning, as is any file or directory
+        that other users may write to. Damaged files are removed, so that :meth:`save` does not
+        keep them for the same entry.
 
         Args:
             directory: where the files are.
@@ -402,6 +404,8 @@ class PrefixCache:
             return entry
         except (OSError, FileError, ValueError, KeyError):
             _log.warning("%s: ignored, since it is damaged or not from a prefix cache", path)
+            with suppress(OSError):
+                _remove(path)
             return None
 
     @cached_property
@@ -419,6 +423,12 @@ class PrefixCache:
         for sample in samples:
             digest.update(np.array(sample).tobytes())
         return digest.hexdigest()
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a link; directories stay."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
 
 
 def _checksum(path: Path) -> str:

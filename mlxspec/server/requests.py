@@ -131,8 +131,8 @@ def check_ids(
 
 
 def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge consecutive messages of the same role: many chat templates require that roles
-    alternate.
+    """Merge consecutive messages of the user, or of the assistant: many chat templates require that
+    they alternate. System messages depend on the template; see :func:`.apply_template`.
 
     Contents and reasoning are lists of texts, joined only at the end, since ten thousand of them
     may form one message.
@@ -141,7 +141,7 @@ def merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         last, role = result[-1] if result else {}, message["role"]
         complete = "tool_calls" in last and "tool_calls" not in message
-        if role == "tool" or last.get("role") != role or complete:
+        if role in ("tool", "system") or last.get("role") != role or complete:
             result.append(message)
             continue
         for name in message.keys() - {"role"}:
@@ -331,7 +331,6 @@ class ApiBody(SamplingBody):
         sent: the whole body as sent, with unknown fields.
         param: the field with the messages or prompts.
         continues: whether the answer may continue the last message, if that is the assistant's.
-        cuts_max_tokens: whether a ``max_tokens`` that does not fit is lowered instead of refused.
     """
 
     sent: dict[str, Any] = Field({}, exclude=True, repr=False)
@@ -373,7 +372,6 @@ class ApiBody(SamplingBody):
     unsupported: ClassVar[Sequence[str]] = ("all", "openai")
     param: ClassVar[str] = "messages"
     continues: ClassVar[bool] = True
-    cuts_max_tokens: ClassVar[bool] = False
 
     @property
     def top(self) -> int | None:

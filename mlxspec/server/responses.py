@@ -14,7 +14,14 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from pydantic import AfterValidator, AliasChoices, AliasPath, BeforeValidator, Field
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    AliasPath,
+    BeforeValidator,
+    Field,
+    model_validator,
+)
 
 from ..errors import OptionError
 from ..jsonl import without_lone_surrogates
@@ -143,9 +150,17 @@ class _InputItem(Body):
     tools: _Tools = []
 
     needed = {
-        **dict.fromkeys(("message", "user", "assistant", "system", "developer"), ("content",)),
+        **dict.fromkeys(("message", "user", "assistant"), ("content",)),
         **dict.fromkeys(("function_call", "custom_tool_call"), ("name",)),
     }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_content_of_system(cls, value: Any) -> Any:
+        """Some clients send system messages without content; they are left out."""
+        if isinstance(value, dict) and value.get("role") in ("system", "developer"):
+            return {"content": "", **without_nulls(value)}
+        return value
 
 
 def _as_items(value: Any) -> Any:
@@ -305,6 +320,8 @@ def _message(item: _InputItem) -> dict[str, Any] | None:
     """An item as a chat message whose content is a list; None if the model cannot use it."""
     if item.type == "message":
         role = "system" if item.role == "developer" else item.role
+        if role == "system" and not item.content:
+            return None
         return {"role": role, "content": [item.content]}
     if item.type.endswith("_output"):
         return {"role": "tool", "content": [item.output], "tool_call_id": item.call_id}

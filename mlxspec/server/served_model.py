@@ -16,9 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
-from pydantic import NonNegativeFloat, NonNegativeInt, TypeAdapter
 
-from ..corpus.memory import MAX_TOKENS, Memory
+from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
 from ..corpus.suffix_index import MOST_BYTES
 from ..drafting.drafter import Drafter
 from ..drafting.learned import cache_directory, read_kept, write_among_newest
@@ -137,15 +136,12 @@ class CacheMemory:
         ]
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
         path = cache_directory() / "forward_memory" / f"{digest}.json"
-        found = read_kept("memory of forwards", path, _FORWARD_MEMORY)
+        found = read_kept("memory of forwards", path, tuple[int, float])
         if found is None:
             with mx.stream(generation_stream):
                 found = together(forward_memory, self.model, self.options.max_kv_size)
-            write_among_newest(path, _FORWARD_MEMORY, found)
+            write_among_newest(path, found)
         return found, _SCORES * 4 * vocabulary_size(self.model)
-
-
-_FORWARD_MEMORY = TypeAdapter(tuple[NonNegativeInt, NonNegativeFloat])
 
 
 def _taken(kinds: list[CacheKind], tokens: int) -> int:
@@ -213,7 +209,7 @@ class ServedModel:
         return context_length(self.decoder.model)
 
     @property
-    def memories(self) -> list[Memory]:
+    def memories(self) -> list[AnswerIndex]:
         """The memories of answers of all partitions."""
         decoders = [self.decoder, *self._apart.copy().values()]
         found = (getattr(decoder.drafting, "memory", None) for decoder in decoders)

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,14 +15,14 @@ from typing import Any, cast
 from ..drafting.drafter import VerifiedStep
 from ..errors import MlxspecError
 from ..generation.asynchronous import EngineThread, RequestStream
-from ..generation.engine import Engine
+from ..generation.engine import LEAST_UNREAD, Engine
 from ..generation.loaded import LoadedModel
 from ..generation.options import GenerationOptions
 from ..generation.request import Request, State
 from ..generation.response import GenerationResponse
 from ..generation.session import Session
 from .body import ApiError, shown
-from .memory import ServerMemory, in_words
+from .memory_budget import ServerMemory, in_words
 from .metrics import Metrics
 from .served_model import ServedModel
 
@@ -262,6 +262,7 @@ class EventStream(RequestStream):
             ApiError: a generation failed; the others are ended, too.
         """
         left = len(self.requests)
+        read = Counter[ServedRequest]()
         try:
             while left:
                 try:
@@ -275,8 +276,9 @@ class EventStream(RequestStream):
                     raise batch[-1]
                 if isinstance(batch[-1], Ended):
                     left -= 1
-                count = sum(isinstance(one, Piece) for one in batch)
-                self._tell(request, Engine.has_read, count)
+                read[request] += sum(isinstance(one, Piece) for one in batch)
+                if read[request] >= LEAST_UNREAD:  # each message takes the worker's time
+                    self._tell(request, Engine.has_read, read.pop(request))
         finally:
             self.close()
 
@@ -455,7 +457,7 @@ class Worker(EngineThread):
             self.memory.remove(served)
             raise ApiError(
                 f"{in_words(self.memory.limit)} of memory is too little for "
-                f"{shown(served.name)}: allow at least {bound} with --memory, if the machine "
+                f"{shown(served.name)}: allow at least {bound} with --memory-limit, if the machine "
                 "has that much, or use a smaller or more quantised model",
                 status=413,
                 param="model",

@@ -277,13 +277,15 @@ def test_names_reach_no_terminal_as_they_are(
 ) -> None:
     model = tmp_path / ODD.replace("/", "-")
     shutil.copytree(finite, model)
-    (tmp_path / "text").write_text("a text to keep")
+    odd = tmp_path / f"{model.name}.txt"
+    odd.write_text("a text to keep")
     for arguments in (
         ["generate", *PROMPT, "--model", str(model), "--decoder", "plain"],
         ["explain", *PROMPT, "--model", str(model)],
         ["inspect", str(model)],
-        ["store", "build", str(tmp_path / "text"), "--model", str(model), "-o", f"{model}.store"],
-        ["store", "info", f"{model}.store"],
+        ["memory", "add", str(odd), "--model", str(model)],
+        ["memory", "show"],
+        ["memory", "forget", str(odd), "--yes"],
         ["convert", "--hf-path", str(model), "--mlx-path", f"{model}.mlx"],
     ):
         result: Result = CliRunner().invoke(main, arguments)

@@ -14,8 +14,9 @@ from click.testing import CliRunner, Result
 from mlx_lm.cache_prompt import main as mlx_lm_cache_prompt
 from mlx_lm.generate import main as mlx_lm_generate
 
-from mlxspec.cli.cache_prompt import cache_prompt_command
+from mlxspec.cli.cache_prompt import CachedPrompt, cache_prompt_command
 from mlxspec.cli.generate import generate_command
+from mlxspec.errors import FileError
 from mlxspec.models.model_files import DEMO_DIRECTORY
 
 pytestmark = pytest.mark.slow
@@ -150,6 +151,16 @@ def test_only_a_prompt_cache_is_replaced_and_only_with_force(
     result = run(cache_prompt_command, *options, cache)
     assert result.exit_code == (0 if force else 1)
     assert ("--force" in result.stderr) != bool(force)
+
+
+def test_a_file_is_compared_by_the_model_not_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(DEMO_DIRECTORY)
+    file = made_by("demo", tmp_path / "c.safetensors")
+    for model in ("demo", str(DEMO_DIRECTORY), str(tmp_path / "link")):
+        CachedPrompt(str(file), model, None)
+    copy = shutil.copytree(DEMO_DIRECTORY, tmp_path / "copy")
+    with pytest.raises(FileError, match="was made with --model demo: give the same here"):
+        CachedPrompt(str(file), str(copy), None)
 
 
 @pytest.mark.parametrize("name", ["book.foo", "book", "."])

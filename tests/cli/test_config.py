@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import mlxspec
+from mlxspec.cli.settings import load_config
 from tests.support.command_line import run
 
 REPOSITORY = "mlx-community/Mistral-7B-Instruct-v0.3-4bit"
@@ -37,9 +38,13 @@ def test_a_read_only_place_is_told_in_the_same_words_by_all_commands(
         patched.setattr("os.access", lambda *_: False)
         patched.setattr("os.statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
         told.append(run("config", "set", "temp", "1").stderr)
-    how = "cannot be written (Read-only file system); name another file\n"
-    places = file, file.parent / "data" / "memory" / "settings.json", file
-    assert told == [f"Error: {place}: {how}" for place in places]
+    how, name = "cannot be written (Read-only file system);", "name another file\n"
+    memory = file.parent / "data" / "memory" / "settings.json"
+    assert told == [
+        f"Error: {file}: {how} {name}",
+        f"Error: {memory}: {how} set MLXSPEC_DATA_DIR to another directory\n",
+        f"Error: {file}: {how} {name}",
+    ]
 
 
 def test_what_is_set_is_shown_and_can_be_taken_out_again(file: Path):
@@ -111,6 +116,15 @@ def test_what_cannot_be_set_is_one_line(arguments: tuple[str, ...], told: str, f
     assert told.strip() in result.stderr
     assert result.stderr.count("\n") == 1
     assert file.read_text() == before
+
+
+def test_a_byte_order_mark_is_read_and_stays(file: Path):
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"\xef\xbb\xbftemp = 0.5 # mine\n")
+    assert "0.5" in run("config").stdout
+    assert run("config", "set", "max-tokens", "20").exit_code == 0
+    assert file.read_bytes().startswith(b"\xef\xbb\xbftemp = 0.5 # mine\n")
+    assert load_config() == {"temp": 0.5, "max-tokens": 20}
 
 
 def test_an_alias_of_another_one_stands_for_its_model():

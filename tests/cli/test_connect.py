@@ -414,6 +414,7 @@ def test_what_others_have_stays(home: Path, serve: Callable[..., str]) -> None:
         ("opencode", ".config/opencode/opencode.json", '{"model": '),
         ("codex", ".codex/mlxspec.config.toml", "model = "),
         ("continue", ".continue/config.yaml", "models: {"),
+        ("continue", ".continue/config.yaml", "models: [&a {name: x}, *a]\n"),
         ("aider", ".aider.model.metadata.json", "[]"),
     ],
 )

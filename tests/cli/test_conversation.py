@@ -15,7 +15,7 @@ from mlx_lm.generate import generate_step
 
 from mlxspec import PromptLookupDecoder
 from mlxspec.cli.chat import Chat, command_in, read_chat, write_chat
-from mlxspec.cli.common.generation import DraftingOptions, Generation, without_first_space
+from mlxspec.cli.common.generation import DraftingOptions, GenerationSettings, without_first_space
 from mlxspec.cli.common.output import error_console
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import OptionError, PromptError
@@ -49,7 +49,7 @@ class Model:
         return apply_template(self.decoder.tokenizer, messages, add_generation_prompt=True)
 
     def stream(
-        self, generation: Generation, tokens: Sequence[int], on_progress: Any
+        self, generation: GenerationSettings, tokens: Sequence[int], on_progress: Any
     ) -> Generator[Any, None, None]:
         sampling = {name: getattr(generation.sampling, name) for name in ("temp", "seed")}
         how = {"session": self.session, "on_progress": on_progress, **sampling}
@@ -86,7 +86,7 @@ def conversation_with(
 
 def chat_with(model: Model, max_tokens: int, system_prompt: str | None = None) -> Chat:
     options = DraftingOptions(), SamplingParams(), CacheOptions()
-    generation = Generation(model.name, max_tokens, *options)
+    generation = GenerationSettings(model.name, max_tokens, *options)
     return Chat(model, generation, error_console(), system_prompt=system_prompt)
 
 
@@ -274,7 +274,7 @@ class Letters(Model):
         ]
 
     def stream(
-        self, generation: Generation, tokens: Sequence[int], on_progress: Any
+        self, generation: GenerationSettings, tokens: Sequence[int], on_progress: Any
     ) -> Generator[Any, None, None]:
         for response in super().stream(generation, tokens, on_progress):
             response.text = chr(response.token + 64)

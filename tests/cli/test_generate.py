@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console, RenderableType
 
-from mlxspec.cli.common.generation import Generation
+from mlxspec.cli.common.generation import GenerationSettings
 from mlxspec.cli.common.output import PlainDecoding
 from mlxspec.cli.generate import (
     figures_panel,
@@ -254,7 +254,7 @@ def test_ctrl_c_while_the_model_loads_is_quiet(monkeypatch: pytest.MonkeyPatch):
     def load(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("mlxspec.models.heads.loading.load", load)
+    monkeypatch.setattr("mlxspec.models.heads.loading.load_parts", load)
     result = generate("--model", "demo", "--prompt", "a")
     assert result.exit_code == 130
     assert result.stderr.strip() == "Interrupted."
@@ -294,8 +294,8 @@ def test_ctrl_c_with_json_writes_what_there_is(endless: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (("--store", "x", "--n-draft", "3"), "--n-draft is for --decoder prompt-lookup"),
-        (("--store", "x", "--decoder", "plain"), "--decoder auto"),
+        (("--head", "x", "--n-draft", "3"), "--n-draft is for --decoder prompt-lookup"),
+        (("--head", "x", "--decoder", "plain"), "--decoder auto"),
         (("--decoder", "auto", "--ngram-max", "2"), "--ngram-max"),
         (("--logprobs", "0"), "--logprobs has no effect without --json or --prompts: add it"),
         (("--concurrency", "8"), "--concurrency has no effect without --prompts"),
@@ -425,14 +425,16 @@ def test_compare_decodes_again_without_drafts(endless: Path):
 def test_ctrl_c_while_decoding_again_shows_the_panel(
     endless: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    stream = Generation.stream
+    stream = GenerationSettings.stream
 
-    def interrupted(self: Generation, decoder: Decoder, *args: object, **more: object) -> Iterator:
+    def interrupted(
+        self: GenerationSettings, decoder: Decoder, *args: object, **more: object
+    ) -> Iterator:
         if not isinstance(decoder.drafting, Auto):
             raise KeyboardInterrupt
         yield from stream(self, decoder, *args, **more)
 
-    monkeypatch.setattr(Generation, "stream", interrupted)
+    monkeypatch.setattr(GenerationSettings, "stream", interrupted)
     result = generate("--model", endless, "--prompt", "a", "--max-tokens", 9, "--compare")
     assert result.exit_code == 130
     assert "interrupted" in result.stderr

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
-from mlxspec.cli.common.generation import Generation, generation_options
+from mlxspec.cli.common.generation import GenerationSettings, generation_options
 from mlxspec.cli.common.output import error_console
 from mlxspec.cli.explain import explain_command
 from mlxspec.cli.memory import Memories
@@ -26,13 +26,13 @@ from tests.support.head_files import write_head
 from tests.support.scripted_model import EOS
 
 
-def taken(*arguments: object) -> Generation:
+def taken(*arguments: object) -> GenerationSettings:
     """What a command with these options makes of its arguments."""
     results = []
 
     @click.command()
     @generation_options()
-    def command(generation: Generation) -> None:
+    def command(generation: GenerationSettings) -> None:
         results.append(generation)
 
     given = ("--model", "any", "--max-tokens", "9", *map(str, arguments))
@@ -206,7 +206,7 @@ def test_a_window_runs_up_to_the_output_s_end_and_not_beyond(endless: Path) -> N
         (("--decoder", "auto", "-G", "3"), "guess-set-size is for --decoder lookahead"),
         (("--decoder", "plain", "--no-pool-from-prompt"), "--pool-from-prompt is for"),
         (("--decoder", "lookahead", "--n-draft", "3"), "--n-draft is for --decoder prompt-lookup"),
-        (("--decoder", "lookahead", "--store", "x"), "--store is for --decoder auto"),
+        (("--decoder", "lookahead", "--head", "x"), "--head is for --decoder auto"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -361,7 +361,7 @@ def test_other_drafts_leave_out_the_head_that_comes_with_the_model(
 def test_a_head_that_makes_no_sense_is_one_line_before_a_model_is_loaded(
     options: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxspec.models.heads.loading.load", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("mlxspec.models.heads.loading.load_parts", lambda *_, **__: 1 / 0)
     result = generate("--model", "demo", "--prompt", "a", *options)
     assert message in result.stderr
     assert result.exit_code == (2 if "" in options else 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mlxspec.cli.chat import COMMANDS, Chat, LocalModel
-from mlxspec.cli.common.generation import DraftingOptions, Generation
+from mlxspec.cli.common.generation import DraftingOptions, GenerationSettings
 from mlxspec.cli.common.output import error_console
 from mlxspec.cli.memory import Memories
 from mlxspec.engine.params import CacheOptions, SamplingParams
@@ -19,12 +19,12 @@ from tests.support.scripted_model import write_scripted_model
 pytestmark = pytest.mark.slow
 
 
-def generation(model: str, **drafting: str | bool) -> Generation:
+def generation(model: str, **drafting: str | bool) -> GenerationSettings:
     drafts = DraftingOptions(**drafting)
-    return Generation(model, 9, drafts, SamplingParams(), CacheOptions())
+    return GenerationSettings(model, 9, drafts, SamplingParams(), CacheOptions())
 
 
-def chat_with(generation: Generation, memories: Memories) -> Chat:
+def chat_with(generation: GenerationSettings, memories: Memories) -> Chat:
     model = LocalModel(generation, lambda one: one.load(error_console(), memories), {})
     return Chat(model, generation, error_console())
 
@@ -50,13 +50,13 @@ def test_the_first_is_gone_before_the_second_is_loaded_and_comes_back_if_that_fa
         answer = ask(conversation)
         first = loaded(conversation)
         gone = []
-        load = Generation.load
+        load = GenerationSettings.load
 
         def watched(*arguments: object) -> object:
             gone.append(first() is None)
             return load(*arguments)
 
-        monkeypatch.setattr(Generation, "load", watched)
+        monkeypatch.setattr(GenerationSettings, "load", watched)
         with pytest.raises(MlxspecError, match="no such directory"):
             conversation.model.switch(str(tmp_path / "missing"))
         assert first() is not None
@@ -84,14 +84,14 @@ def test_ctrl_c_while_a_model_loads_keeps_the_one_before_and_twice_leaves(
     with Memories(keeps=False) as memories:
         conversation = chat_with(generation("demo"), memories)
         answer = ask(conversation)
-        load, presses = Generation.load, iter([True, False, True, True])
+        load, presses = GenerationSettings.load, iter([True, False, True, True])
 
         def pressed(*arguments: object) -> object:
             if next(presses):
                 raise KeyboardInterrupt
             return load(*arguments)
 
-        monkeypatch.setattr(Generation, "load", pressed)
+        monkeypatch.setattr(GenerationSettings, "load", pressed)
         with pytest.raises(KeyboardInterrupt):
             conversation.model.switch(other)
         conversation.undo()

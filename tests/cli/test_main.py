@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 import mlxspec
 from mlxspec.cli.common.notes import run_command
@@ -56,6 +56,11 @@ def test_a_subcommand_is_the_script_s_command(name: str, command: object):
         (["zzz"], "No such command 'zzz' (mlxspec --help)"),
         (["generate", "--modl", "x"], "No such option '--modl'. (Did you mean one of: "),
         (["generate", "--zzz"], "No such option '--zzz' (mlxspec generate --help)"),
+        (["generate", "--no-memory"], "--no-memory is now --no-saved-answers (mlxspec"),
+        (["run", "--no-memory", "x.py"], "--no-memory is now --no-saved-answers (mlxspec"),
+        (["serve", "--memory", "9G"], "--memory is now --memory-limit (mlxspec serve --help)"),
+        (["replay", "x", "--memory=1k"], "--memory is now --remember (mlxspec replay --help)"),
+        (["bench", "--memory", "1"], "No such option '--memory'"),
         (["help", "genrate"], "Did you mean 'generate'?"),
     ],
 )
@@ -136,13 +141,15 @@ def test_the_version_is_the_package_s():
 
 
 def test_help_has_the_options_in_groups():
-    result = CliRunner().invoke(generate_command, ["--help"])
+    result = CliRunner().invoke(generate_command, ["--help-all"])
     headings = [line for line in result.stdout.splitlines() if re.fullmatch(r"\S.*:", line)]
     assert headings == [
         "Arguments:",
         "Model and prompt:",
         "Chat template:",
         "Drafting:",
+        "With --decoder prompt-lookup:",
+        "With --decoder lookahead:",
         "Sampling:",
         "Memory:",
         "End of the output:",
@@ -153,6 +160,21 @@ def test_help_has_the_options_in_groups():
     assert "[PROMPT]" in result.stdout
     for option in generate_command.params:
         assert option.opts[0] in result.stdout or isinstance(option, click.Argument)
+
+
+@pytest.mark.parametrize("name", ["generate", "chat", "serve", "explain"])
+def test_help_shows_the_options_that_people_use(name: str):
+    command = next(one for words, one in EVERY if words == [name])
+    usual, every = (
+        [line for line in run(name, option).stdout.splitlines() if line.startswith("  -")]
+        for option in ("--help", "--help-all")
+    )
+    assert 12 <= len(usual) <= 18
+    assert len(every) == sum(isinstance(one, click.Option) for one in command.params) + 2
+
+
+def run(*words: str) -> Result:
+    return CliRunner().invoke(main, [*words])
 
 
 @pytest.mark.slow

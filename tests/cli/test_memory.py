@@ -16,6 +16,7 @@ import mlxspec
 from mlxspec.cli.main import main
 from mlxspec.cli.memory import Memories
 from mlxspec.corpus import answers as answers_module
+from mlxspec.corpus.answer_index import AnswerIndex
 from mlxspec.corpus.answers import (
     KeptAnswers,
     Settings,
@@ -24,9 +25,6 @@ from mlxspec.corpus.answers import (
     memory_directory,
     save_settings,
 )
-from mlxspec.corpus.memory import Memory
-from mlxspec.corpus.store import Store
-from mlxspec.corpus.suffix_index import SEPARATOR
 from mlxspec.errors import FileError, OptionError
 from mlxspec.models.tokenizer import load_tokenizer_of
 from mlxspec.terminal import TokenPrinter
@@ -86,7 +84,7 @@ def learn(texts: list[str], ages: list[timedelta] | None = None) -> list[list[in
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     with pytest.MonkeyPatch.context() as patched:
         kept = KeptAnswers(memory_directory(), identify(tokenizer), "demo")
-        held = Memory(kept=kept)
+        held = AnswerIndex(kept=kept)
         for tokens, age in zip(ids, ages or [timedelta()] * len(ids), strict=True):
             learned = int(now - age.total_seconds())
             patched.setattr(answers_module, "time", _Clock(learned))
@@ -120,7 +118,7 @@ def test_the_second_time_drafts_come_from_memory_and_the_text_is_the_same():
     first = generate(*options)
     assert earned("memory") == 0
     second = generate(*options)
-    plain = generate(*options, "--no-memory")
+    plain = generate(*options, "--no-saved-answers")
     assert first["tokens"] == second["tokens"] == plain["tokens"]
     assert answers() == [first["tokens"]]
     assert earned("memory") > 10
@@ -198,7 +196,7 @@ def test_programs_that_mlxspec_runs_keep_their_answers(finite: Path, tmp_path: P
         f"model, tokenizer = mlx_lm.load({str(finite)!r})\n"
         "print(mlx_lm.generate(model, tokenizer, 'a'))\n"
     )
-    expected = run("run", "--no-memory", script).stdout
+    expected = run("run", "--no-saved-answers", script).stdout
     assert answers() == []
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "argv", sys.argv)
@@ -283,7 +281,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_that_there_is_a_memory_is_said_once(finite: Path):
     options = ("generate", "--model", finite, "--prompt", "a")
     assert HINT not in run(*options, "--json").stderr
-    assert HINT not in run(*options, "--no-memory").stderr
+    assert HINT not in run(*options, "--no-saved-answers").stderr
     first = run(*options)
     assert first.stdout == "one two three four\n"
     assert first.stderr.splitlines()[-1] == (
@@ -395,7 +393,7 @@ def test_show_says_what_is_kept_and_what_it_earned(home: Path):
     assert held["newest"] - held["oldest"] == 3 * 24 * 60 * 60
     assert list(held["earned"]) == [day.isoformat() for day in days]
     assert held["earned"][days[0].isoformat()] == {
-        **{"answers": 1, "steps": 2, "tokens": len(first), "context": 1, "memory": 0, "store": 0},
+        **{"answers": 1, "steps": 2, "tokens": len(first), "context": 1, "memory": 0},
         **{"prediction": 0, "lookahead": 0, "other": 0},
     }
     lines = said("show", "--model", "demo").splitlines()
@@ -409,6 +407,111 @@ def test_show_says_what_is_kept_and_what_it_earned(home: Path):
 def test_show_of_another_tokenizer_shows_none(finite: Path):
     learn(["The quick brown fox."])
     assert "demo_model" not in said("show", "--model", finite)
+
+
+# add
+
+
+FOX = ROOT / "examples" / "rename.txt"
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    directory = tmp_path / "texts"
+    directory.mkdir()
+    (directory / "one.txt").write_text("The quick brown fox jumps over the lazy dog.")
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there"}]
+    (directory / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\nbroken\n")
+    (directory / "picture").write_bytes(b"\x89PNG\0")
+    return directory
+
+
+def test_texts_are_added_beside_answers(texts: Path):
+    ids = learn(["A lazy dog"])
+    result = memory("add", texts, texts / "one.txt", "--model", "demo")
+    assert result.exit_code == 0, result.stderr
+    encode = load_tokenizer_of("demo").encode
+    chat, fox = (
+        encode(text, add_special_tokens=False)
+        for text in ("hello there", "The quick brown fox jumps over the lazy dog.")
+    )
+    assert answers() == [*ids, chat, fox]
+    assert result.stdout.startswith(f"Added {len(chat) + 2 * len(fox)} tokens of 3 files in ")
+    assert result.stderr.splitlines() == [
+        "Note: 1 file skipped: not UTF-8 text",
+        "Note: 1 chat log line skipped: not a chat record",
+        "Note: nothing is drafted from them until the memory is on: mlxspec memory on",
+    ]
+    (held,) = json.loads(said("show", "--json"))["tokenizers"]
+    assert (held["texts"], held["tokens"]) == (1, len(ids[0]))
+    assert {path: one["tokens"] for path, one in held["added"].items()} == {
+        str(texts): len(chat),
+        str(texts / "one.txt"): len(fox),  # the last path that has a text
+    }
+    assert f"added      {texts}, {len(chat)} tokens" in said("show").splitlines()
+
+
+def test_a_path_is_added_again_and_forgotten(texts: Path, monkeypatch: pytest.MonkeyPatch):
+    memory("on")
+    monkeypatch.chdir(texts)
+    for content in ("one two three", "four five six"):
+        (texts / "one.txt").write_text(content)
+        assert memory("add", "one.txt", "-m", "demo").stderr == ""
+    said("add", FOX, "-m", "demo")
+    tokens = load_tokenizer_of("demo").encode("four five six", add_special_tokens=False)
+    assert tokens in answers()
+    assert len(answers()) == 2
+    (texts / "one.txt").unlink()
+    shown = said("forget", "./one.txt", "--yes").splitlines()
+    assert ": 1 added text, 20" in shown[0]
+    assert shown[1:] == ["Forgot 1 added text."]
+    assert tokens not in answers()
+    learn(["A lazy dog"])
+    assert said("forget", "--all", "--yes").endswith("Forgot 1 answer and 1 added text.\n")
+    assert answers() == []
+
+
+@pytest.mark.slow
+def test_added_texts_are_drafted_from_and_the_output_is_the_same(tmp_path: Path):
+    options = ("--model", "demo", "--prompt", PROMPT)
+    first = generate(*options)
+    memory("on")
+    (tmp_path / "text").write_text(first["text"])
+    said("add", tmp_path / "text", "--model", "demo")
+    second = generate(*options)
+    assert second["tokens"] == first["tokens"]
+    assert second["stats"]["steps"] < first["stats"]["steps"]
+    assert earned("memory") > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("nowhere", "--model", "demo"), "nowhere: cannot be read"),
+        (("texts", "texts/picture", "--model", "demo"), "texts/picture: nothing to add"),
+        (("texts", "--model", "no/such/model"), "no such directory"),
+        (("texts", "--model", "demo"), "the added texts would have "),
+    ],
+)
+def test_what_cannot_be_added_is_one_line_and_adds_nothing(
+    texts: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], problem: str
+):
+    monkeypatch.chdir(texts.parent)
+    monkeypatch.setattr(answers_module, "ADDED_TOKENS", 5)
+    result = memory("add", *arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    error = result.stderr.splitlines()[-1]
+    assert error.startswith("Error: ")
+    assert problem in error
+    assert answers() == []
+
+
+@pytest.mark.slow
+def test_a_bar_shows_at_a_terminal(texts: Path):
+    ended, shown = at_terminal(b"", "memory", "add", str(texts), "--model", "demo")
+    assert ended == 0
+    assert "Reading" in shown
 
 
 # forget
@@ -440,7 +543,7 @@ def test_what_is_chosen_is_forgotten(options: tuple[str, ...], gone: list[int]):
         assert f": {number}, 20" in shown[0]
         assert shown[1:] == [f"Forgot {number}."]
     else:
-        assert shown == ["Forgot 0 answers."]
+        assert shown == ["Forgot nothing."]
     assert ("earned     nothing yet" in said("show")) == (len(gone) == len(ids))
 
 
@@ -473,9 +576,11 @@ def test_what_is_forgotten_is_not_drafted_from():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ((), "choose what to forget: give --all, or --since, --matching or both"),
-        (("--yes",), "choose what to forget: give --all, or --since, --mat"),
-        (("--all", "--since", "2h"), "choose what to forget: give --all, or --since"),
+        ((), "choose what to forget: give --all, or paths that were added, --since or --matching"),
+        (("--yes",), "choose what to forget: give --all, or paths"),
+        (("--all", "--since", "2h"), "choose what to forget: give --all, or paths"),
+        (("--all", "here"), "choose what to forget: give --all, or paths"),
+        (("/not/there",), "/not/there: was not added; mlxspec memory show lists what was"),
         (("--since", "2y"), "--since is '2y': write it as 30m, 2h, 3d, 2026-11-23 or"),
         (("--since", "9" * 30 + "w"), "--since is '99"),
         (("--since", ""), "--since is '': write it as"),
@@ -512,19 +617,22 @@ def test_a_tokenizer_that_is_gone_is_one_line_that_says_what_helps(finite: Path,
 # export
 
 
-def test_what_is_exported_builds_a_store_and_is_replayed(tmp_path: Path):
+def test_what_is_exported_is_added_elsewhere_and_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     ids = learn(TEXTS, HOURS)
-    file, store = tmp_path / "answers.jsonl", tmp_path / "answers.store"
+    file = tmp_path / "answers.jsonl"
     file.write_text(said("export"))
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [record["messages"] for record in records] == [
         [{"role": "assistant", "content": text}] for text in TEXTS
     ]
     assert [records[2]["created"] - record["created"] for record in records] == [14400, 7200, 0]
-    assert run("store", "build", file, "--model", "demo", "-o", store).exit_code == 0
-    assert Store(store).index.tokens.tolist() == [
-        token for tokens in ids for token in (*tokens, SEPARATOR)
-    ]
+    said("add", FOX, "--model", "demo")
+    assert said("export") == file.read_text()
+    monkeypatch.setenv("MLXSPEC_MEMORY", f"{tmp_path}/elsewhere")
+    said("add", file, "--model", "demo")
+    assert answers() == ids
     replayed = run("replay", file, "--tokenizer", "demo", "--json")
     assert replayed.exit_code == 0, replayed.stderr
 
@@ -568,13 +676,13 @@ def test_the_oldest_answers_go_beyond_the_tokens_that_on_allows():
 
 def test_after_an_error_nobody_waits_for_the_sorting(monkeypatch: pytest.MonkeyPatch):
     save_settings(Settings(True))
-    close, patiences = Memory.close, []
+    close, patiences = AnswerIndex.close, []
 
-    def watched(self: Memory, patience: float | None = None) -> None:
+    def watched(self: AnswerIndex, patience: float | None = None) -> None:
         patiences.append(patience)
         close(self, patience)
 
-    monkeypatch.setattr(Memory, "close", watched)
+    monkeypatch.setattr(AnswerIndex, "close", watched)
     with pytest.raises(ZeroDivisionError):
         _remember_and_fail()
     assert patiences == [0]
@@ -592,23 +700,23 @@ def _remember_and_fail() -> None:
 def test_decoders_of_one_tokenizer_share_what_is_kept(tmp_path: Path):
     prompt = "The history of the"
     with pytest.raises(OptionError, match="memory and memory_tokens are given together"):
-        stand_in_decoder(mlxspec.AutoDecoder, memory=Memory(), memory_tokens=5)
-    other = Memory.kept_in(tmp_path / "kept", FIRST)
+        stand_in_decoder(mlxspec.AutoDecoder, memory=AnswerIndex(), memory_tokens=5)
+    other = AnswerIndex.kept_in(tmp_path / "kept", FIRST)
     with pytest.raises(FileError, match=r"memory keeps tokens of first \(100 tokens"):
         stand_in_decoder(mlxspec.AutoDecoder, memory=other)
     other.close()
 
-    def generated(shared: mlxspec.Memory) -> list:
+    def generated(shared: mlxspec.AnswerIndex) -> list:
         decoder = stand_in_decoder(mlxspec.AutoDecoder, memory=shared)
         decoder.costs = given_costs(FLAT)
         responses = [*decoder.stream(prompt, 40)]
         shared.settle()
         return responses
 
-    one = mlxspec.Memory.kept_in(tmp_path / "kept", demo().tokenizer)
+    one = mlxspec.AnswerIndex.kept_in(tmp_path / "kept", demo().tokenizer)
     first, second = (generated(one) for _ in range(2))
     one.close()
-    again = mlxspec.Memory.kept_in(tmp_path / "kept", demo().tokenizer)
+    again = mlxspec.AnswerIndex.kept_in(tmp_path / "kept", demo().tokenizer)
     third = generated(again)
     again.close()
     tokens = [[response.token for response in one] for one in (first, second, third)]
@@ -618,8 +726,8 @@ def test_decoders_of_one_tokenizer_share_what_is_kept(tmp_path: Path):
 
 
 def test_what_another_process_has_learned_is_seen_when_a_generation_begins(tmp_path: Path):
-    def opened() -> Memory:
-        return Memory.kept_in(tmp_path / "kept", demo().tokenizer)
+    def opened() -> AnswerIndex:
+        return AnswerIndex.kept_in(tmp_path / "kept", demo().tokenizer)
 
     ours, theirs = opened(), opened()
     decoder = stand_in_decoder(mlxspec.AutoDecoder, memory=ours)
@@ -722,7 +830,7 @@ def test_what_drafts_taught_is_shown_and_forgotten(
     monkeypatch.setenv("MLXSPEC_MEMORY", "off")
     assert CliRunner().invoke(main, asks).exit_code == 0
     monkeypatch.delenv("MLXSPEC_MEMORY")
-    assert CliRunner().invoke(main, [*asks, "--no-memory"]).exit_code == 0
+    assert CliRunner().invoke(main, [*asks, "--no-saved-answers"]).exit_code == 0
     assert not kept.exists()
     assert CliRunner().invoke(main, asks).exit_code == 0
     assert len([*kept.iterdir()]) == 1

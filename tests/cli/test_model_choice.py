@@ -113,9 +113,9 @@ def test_an_alias_is_a_model_wherever_one_is_named(endless: Path, tmp_path: Path
     assert run("inspect", "fast").stdout.splitlines()[0] == str(endless)
     text = tmp_path / "text.txt"
     text.write_text("one two three")
-    stored = run("store", "build", text, "-m", "fast", "-o", tmp_path / "a.store")
-    assert stored.exit_code == 0, stored.stderr
-    refused = run("serve", "fast", "--port", 0, "--decoder", "plain", "--memory", "100K")
+    added = run("memory", "add", text, "-m", "fast")
+    assert added.exit_code == 0, added.stderr
+    refused = run("serve", "fast", "--port", 0, "--decoder", "plain", "--memory-limit", "100K")
     assert f"too little for '{endless.name}'" in refused.stderr
 
 

@@ -255,7 +255,7 @@ def repeating(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_memories_of_several_sizes_are_compared_in_json(repeating: tuple[Path, Path]) -> None:
-    asked = ("--memory", "16k,all", "--chip", "linear", "--chip", "M5 Max")
+    asked = ("--remember", "16k,all", "--chip", "linear", "--chip", "M5 Max")
     result = replay(*repeating, "--tokenizer", TOKENIZER, "--json", *asked)
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
@@ -270,7 +270,7 @@ def test_memories_of_several_sizes_are_compared_in_json(repeating: tuple[Path, P
 
 
 def test_a_memory_goes_through_the_files_in_their_order(repeating: tuple[Path, Path]) -> None:
-    result = replay(*repeating[::-1], "--tokenizer", TOKENIZER, "--json", "--memory", "1k")
+    result = replay(*repeating[::-1], "--tokenizer", TOKENIZER, "--json", "--remember", "1k")
     without, with_it = json.loads(result.stdout)["comparison"]
     assert list(with_it["sets"]) == ["tuesday", "monday"]
     assert with_it["sets"]["monday"]["speedup"] > without["sets"]["monday"]["speedup"]
@@ -278,7 +278,7 @@ def test_a_memory_goes_through_the_files_in_their_order(repeating: tuple[Path, P
 
 
 def test_the_table_has_a_column_for_each_size(repeating: tuple[Path, Path]) -> None:
-    result = replay(*repeating, "--tokenizer", TOKENIZER, "--memory", "16k,1M")
+    result = replay(*repeating, "--tokenizer", TOKENIZER, "--remember", "16k,1M")
     assert result.exit_code == 0, result.stderr
     for text in ("auto", "memory 16k", "memory 1M", " wins on M4 Pro"):
         assert text in result.stdout
@@ -286,7 +286,7 @@ def test_the_table_has_a_column_for_each_size(repeating: tuple[Path, Path]) -> N
 
 @pytest.mark.slow
 def test_memories_are_compared_with_several_outputs_at_once(repeating: tuple[Path, Path]) -> None:
-    asked = ("--memory", "1k,all", "--concurrency", 2)
+    asked = ("--remember", "1k,all", "--concurrency", 2)
     logs = repeating * 2
     result = replay(*logs, "--tokenizer", TOKENIZER, "--json", *asked)
     assert result.exit_code == 0, result.stderr
@@ -309,9 +309,9 @@ def test_memories_are_compared_with_several_outputs_at_once(repeating: tuple[Pat
         (("--html", "missing/page.html"), "missing/page.html"),
         (("--head-curve", ".7,.8@0.1"), "--head-curve '.7,.8@0.1': write it like .76,.60,.50,.41@"),
         (("--head-curve", ".7"), "then '@' and the time to draft one token, in plain steps"),
-        (("--memory", ""), "--memory: '' is not a size: give tokens, such as 4096, 16k or 1M"),
-        (("--memory", "x"), "--memory: 'x' is not a size"),
-        (("--memory", "-5"), "--memory: '-5' is not a size"),
+        (("--remember", ""), "--remember: '' is not a size: give tokens, such as 4096, 16k or 1M"),
+        (("--remember", "x"), "--remember: 'x' is not a size"),
+        (("--remember", "-5"), "--remember: '-5' is not a size"),
     ],
 )
 def test_a_bad_option_is_one_line(traces: Path, arguments: tuple[str, ...], complaint: str) -> None:

@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 
 from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
-from mlxspec.cli.common.generation import DraftingOptions, Generation
+from mlxspec.cli.common.generation import DraftingOptions, GenerationSettings
 from mlxspec.cli.serve import ServeOptions, _hosts, _Loader, _locked, serve_command
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import OptionError
@@ -158,8 +158,8 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
     missing = tmp_path / "nothing"
     assert str(missing) in refused("--model", endless, "--api-key-file", missing).stderr
     assert "is not a size" in refused("--cache-bytes", "5Q").stderr
-    assert "is not a size" in refused("--memory", "much").stderr
-    assert "allow at least" in refused("--model", endless, "--memory", "100K").stderr
+    assert "is not a size" in refused("--memory-limit", "much").stderr
+    assert "allow at least" in refused("--model", endless, "--memory-limit", "100K").stderr
     for option, value in (("--grace", "-1"), ("--grace", "inf"), ("--stall", "0")):
         assert "is not in the range" in refused(option, value).stderr
     assert "--quiet and --log-json" in refused("--quiet", "--log-json").stderr
@@ -167,6 +167,9 @@ def test_what_cannot_be_served_is_told_in_a_line(endless: Path, tmp_path: Path) 
     assert "apply only to MODEL, which is missing" in refused(*none).stderr
     assert "no such directory" in refused("--models", missing).stderr
     assert "is not a time" in refused("--keep-alive", "soon").stderr
+    for value in ("*", "null", "", "app://", "localhost", "http://a/b", "http://a:b", "a b://c"):
+        result = refused("--allow-origin", value)
+        assert f"{value!r} is not an origin: write it as app://obsidian.md" in result.stderr
 
 
 def test_an_allowed_host_is_known_in_any_spelling() -> None:
@@ -315,7 +318,7 @@ def test_a_model_that_has_left_the_disk_is_not_looked_for_on_the_hub(
     shutil.copytree(endless, tmp_path / "models" / "one")
     monkeypatch.chdir(tmp_path)
     options = ServeOptions(available=("models",))
-    named = Generation(None, 1, DraftingOptions(), SamplingParams(), CacheOptions())
+    named = GenerationSettings(None, 1, DraftingOptions(), SamplingParams(), CacheOptions())
     loader = _Loader((), named, options, {}, [], None)
     (tmp_path / "models" / "broken").mkdir()
     (tmp_path / "models" / "broken" / "config.json").write_text("{}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def test_merging_yaml_keeps_all_else_or_refuses(document: dict[str, Any]) -> Non
     result = harmless(lambda: merged("x.yaml", text))
     if isinstance(result, str):
         assert yaml.safe_load(result) == {**document, **OURS}
+        assert document == {} or text in result
 
 
 @pytest.mark.slow
@@ -70,6 +72,36 @@ models:
   provider: ollama
 - uses: owner/block
 rules: []
+"""
+ODD = """\
+# yes is a text to who wrote this
+yes: no      # and so is no
+mode: 010
+when: 2026-08-01
+time: 12:30:00
+text: |+
+  kept
+
+long: >-
+    folded
+    text
+
+models:   # all of them
+  # the best
+  - "name": 'theirs'
+    temperature: 1.50
+    folders: [a, b,]
+  - name: ours  # by hand
+    # where
+    temperature: .7
+    provider: "x"   # ours now
+    options: {a: 0x1F, }
+    roles:
+    - edit
+
+    # the end of the model
+
+# the end of the file
 """
 CODEX = """\
 # how I like it
@@ -92,6 +124,70 @@ def test_what_is_there_stays_to_the_letter(name: str, text: str) -> None:
     assert merged(name, new, **wanted) == new
 
 
+def changed(name: str, old: str, **wanted: Any) -> list[str]:
+    """The lines that merging removes and adds; a second time changes nothing."""
+    new = merged(name, old, **wanted)
+    assert merged(name, new, **wanted) == new
+    lines = unified_diff(old.splitlines(), new.splitlines(), n=0, lineterm="")
+    return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
+
+
+def test_yaml_keeps_all_other_text() -> None:
+    ours = {
+        "name": "ours",
+        "provider": "openai",
+        "options": {"a": 31, "contextLength": 1024},
+        "roles": ["chat", "edit"],
+        "nested": {"gone": None, "size": 5},
+    }
+    settings = {"models": [ours, {"name": "010"}], "yes?": "no", "when": None, "mode": 10}
+    assert changed("x.yaml", ODD, **settings) == [
+        "-mode: 010",
+        "-when: 2026-08-01",
+        "+mode: 10",
+        '-    provider: "x"   # ours now',
+        "-    options: {a: 0x1F, }",
+        "+    provider: openai   # ours now",
+        "+    options: {a: 0x1F, contextLength: 1024, }",
+        "+    - chat",
+        "+    nested:",
+        "+      size: 5",
+        "+  - name: '010'",
+        "+yes?: 'no'",
+    ]
+    crlf = merged("x.yaml", ODD.replace("\n", "\r\n"), **settings)
+    assert crlf == merged("x.yaml", ODD, **settings).replace("\n", "\r\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("# mine\n", "# mine\na:\n  b: 1\nlist:\n- name: x\n"),
+        ("# mine", "# mine\na:\n  b: 1\nlist:\n- name: x\n"),
+        ("---\nc: ~ #\n...\n", "---\nc: ~ #\na:\n  b: 1\nlist:\n- name: x\n...\n"),
+        ("c:", "c:\na:\n  b: 1\nlist:\n- name: x\n"),
+        ("{}", "{a: {b: 1}, list: [{name: x}]}\n"),
+        ("{c: [010]} # mine\n", "{c: [010], a: {b: 1}, list: [{name: x}]} # mine\n"),
+        ("list: [] # none\na: {}\n", "list: [{name: x}] # none\na: {b: 1}\n"),
+        ("a:\n    c:\n      d: 1\n", "a:\n    c:\n      d: 1\n    b: 1\nlist:\n- name: x\n"),
+        ("list:\n- a\na: {b: 0}", "list:\n- a\n- name: x\na: {b: 1}\n"),
+        ("a:\n  b:\n  - 1\n  #\n", "a:\n  b: 1\nlist:\n- name: x\n  #\n"),
+    ],
+)
+def test_yaml_is_edited_where_the_settings_belong(old: str, new: str) -> None:
+    assert merged("x.yaml", old, a={"b": 1}, list=[{"name": "x"}]) == new
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("x.yaml", CONTINUE), ("x.toml", CODEX), ("x.json", "{}\n")]
+)
+def test_a_byte_order_mark_stays(name: str, text: str) -> None:
+    wanted = NAMED if name == "x.yaml" else OURS
+    new = merged(name, "\ufeff" + text, **wanted)
+    assert new == "\ufeff" + merged(name, text, **wanted)
+    assert merged(name, new, **wanted) == new
+
+
 def test_json_keeps_its_indentation_and_its_escapes() -> None:
     assert merged("x.json", '{\n\t"a": "\\u00e9"\n}\n').startswith('{\n\t"a": "\\u00e9",\n\t"')
     assert '"a": "é"' in merged("x.json", '{"a": "é"}')
@@ -108,7 +204,7 @@ def test_a_list_is_merged_by_names() -> None:
 
 def test_an_entry_of_a_list_may_have_nothing_in_it() -> None:
     new = merged("x.yaml", "others:\n  -\n", model="a")
-    assert yaml.safe_load(new) == {"others": [None], "model": "a"}
+    assert new == "others:\n  -\nmodel: a\n"
 
 
 def test_none_takes_a_setting_away_and_a_new_file_gets_more() -> None:
@@ -145,10 +241,10 @@ def test_comments_of_toml_stay() -> None:
         ("x.toml", "a = ", "as TOML"),
         ("x.toml", "a = 1\na = 2", "as TOML"),
         ("x.yaml", "a: [", "as YAML"),
-        ("x.yaml", "# mine\n", "comments and anchors would be lost"),
-        ("x.yaml", "# mine\na: 1", "comments and anchors would be lost"),
-        ("x.yaml", "a: 1  # mine\nb: '#'", "comments and anchors would be lost"),
-        ("x.yaml", "a: &x {b: 1}\nservers: *x\n", "comments and anchors would be lost"),
+        ("x.yaml", "a: &x {b: 1}\nservers: *x\n", "every place where an alias stands"),
+        ("x.yaml", "servers: &x {b: 1}\na: *x\n", "every place where an alias stands"),
+        ("x.yaml", "a: 1\n servers: {}", "as YAML"),
+        ("x.yaml", "!!map {a: {}}\n...\nb: 1", "as YAML"),
         ("x.yaml", "- a", "the settings belong in an object"),
         ("x.yaml", "--- {a: 1}\n---\n{b: 2}", "as YAML"),
         ("x.yaml", "a: !mine 1", "as YAML"),

@@ -213,7 +213,7 @@ def test_a_model_without_a_template_is_one_line(finite: Path, options: tuple[str
 def test_a_template_that_refuses_them_is_one_line(endless: Path, tmp_path: Path) -> None:
     model = shutil.copytree(endless, tmp_path / "model")
     settings = json.loads((model / "tokenizer_config.json").read_text())
-    refusing = "{% if messages|length > 1 %}{{ raise_exception('no') }}{% endif %}"
+    refusing = "{% if 'b' in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
     settings["chat_template"] = "{{ messages[0].content }}" + refusing
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     result = run(generate_command, "a", "--model", model, "--system-prompt", "b")

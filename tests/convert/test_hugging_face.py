@@ -103,13 +103,19 @@ def test_without_a_named_type_16_bit_weights_keep_theirs_and_others_become_float
 
 def test_the_tokenizer_is_copied_and_no_code_is(tmp_path: Path, tokenizer_model: Path):
     source = write_model(tmp_path / "source", tokenizer_model, auto_map={"AutoModel": "evil.Model"})
-    for name in ("evil.py", "tokenizer_evil.py", "chat_template.jinja", "notes.bin"):
+    for name in (
+        "evil.py",
+        "tokenizer_evil.py",
+        "chat_template.jinja",
+        "chat_template.json",
+        "no.bin",
+    ):
         (source / name).write_text("raise SystemExit")
     convert(hf_path=source, mlx_path=tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {
         *("config.json", "model.safetensors"),
-        *("model.safetensors.index.json", "chat_template.jinja"),
+        *("model.safetensors.index.json", "chat_template.jinja", "chat_template.json"),
         *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
     }
     assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())

@@ -1,5 +1,6 @@
 """Answers kept on disk: over runs, by several processes, and whatever happens to the files."""
 
+import errno
 import os
 import random
 import resource
@@ -9,8 +10,10 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mlxspec
+from mlxspec.corpus.answer_index import AnswerIndex
 from mlxspec.corpus.answers import DATABASE, INDEX_FORMAT, KeptAnswers, identify
-from mlxspec.corpus.memory import Memory
 from mlxspec.corpus.suffix_index import write_index
-from mlxspec.errors import FileError
+from mlxspec.errors import FileError, OptionError
 from tests.corpus.test_memory import looked_up, make_small
 from tests.support.examples import examples
 from tests.support.hostile import mutated
@@ -40,14 +43,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def troubles() -> Iterator[list[str]]:
     """The warnings of memories. A test that causes some checks them, and empties the list."""
-    with logged_by("mlxspec.corpus.memory") as lines:
+    with logged_by("mlxspec.corpus.answer_index") as lines:
         yield lines
     assert not lines
 
 
-def opened(directory: Path, **options: int) -> Memory:
+def opened(directory: Path, **options: int) -> AnswerIndex:
     """A memory that has indexed what is there."""
-    held = Memory(**options, kept=KeptAnswers(directory, IDENTITY))
+    held = AnswerIndex(**options, kept=KeptAnswers(directory, IDENTITY))
     held.settle()
     return held
 
@@ -55,14 +58,14 @@ def opened(directory: Path, **options: int) -> Memory:
 def all_texts(directory: Path) -> list[list[int]]:
     """Every kept text, sorted."""
     kept = KeptAnswers(directory, IDENTITY)
-    texts = sorted(tokens.tolist() for _, tokens, _ in kept.read())
+    texts = sorted(tokens.tolist() for _, tokens, *_ in kept.read())
     kept.close()
     return texts
 
 
 def forget(directory: Path, gone: list[list[int]]) -> None:
     kept = KeptAnswers(directory, IDENTITY)
-    kept.forget([row for row, tokens, _ in kept.read() if tokens.tolist() in gone])
+    kept.forget([row for row, tokens, *_ in kept.read() if tokens.tolist() in gone])
     kept.close()
 
 
@@ -82,7 +85,7 @@ def files(directory: Path, kind: str) -> list[Path]:
     return sorted(directory.glob(f"*{kind}"))
 
 
-def is_found(held: Memory, answer: list[int]) -> bool:
+def is_found(held: AnswerIndex, answer: list[int]) -> bool:
     found = looked_up(held, answer[:-1])
     return bool(found) and found[0] == (len(answer) - 1, answer[-1:])
 
@@ -216,7 +219,7 @@ def keep(directory: Path, answers: list[list[int]]) -> None:
     kept.close()
 
 
-def steps_of(held: Memory, action: Callable[[], object]) -> int:
+def steps_of(held: AnswerIndex, action: Callable[[], object]) -> int:
     """How many instructions of SQLite's a memory runs for something."""
     counted = [0]
 
@@ -259,7 +262,7 @@ def test_indexing_anew_takes_as_long_for_each_answer_whatever_is_kept(
         keep(tmp_path, some_answers(kept))
         held = opened(tmp_path)
 
-        def forget_all(held: Memory = held) -> None:
+        def forget_all(held: AnswerIndex = held) -> None:
             held._worker._stamp = 0
             held.refresh()
 
@@ -399,21 +402,145 @@ def test_whatever_stands_in_the_database_is_harmless(
 def test_another_versions_database_is_left_alone(tmp_path: Path):
     learn(tmp_path, [[1, 2, 3]])
     with sqlite3.connect(tmp_path / DATABASE) as database:
-        database.execute("PRAGMA user_version = 4")
+        database.execute("PRAGMA user_version = 5")
     before = (tmp_path / DATABASE).read_bytes()
-    with pytest.raises(FileError, match="made by another version of mlxspec, 4"):
+    with pytest.raises(FileError, match="made by another version of mlxspec, 5"):
         KeptAnswers(tmp_path, IDENTITY)
     assert (tmp_path / DATABASE).read_bytes() == before
 
 
+def test_the_answers_of_version_3_stay(tmp_path: Path):
+    answers = some_answers(60)
+    learn(tmp_path, answers)
+    with sqlite3.connect(tmp_path / DATABASE) as database:
+        database.execute("ALTER TABLE answers DROP COLUMN name")
+        database.execute("ALTER TABLE answers ADD COLUMN earned_store INTEGER NOT NULL DEFAULT 2")
+        database.execute("PRAGMA user_version = 3")
+    database.close()
+    learn(tmp_path, [[1, 2, 3]])
+    assert all_texts(tmp_path) == sorted([*answers, [1, 2, 3]])
+    kept = KeptAnswers(tmp_path, IDENTITY)
+    (day,) = kept.earned_by_day().values()
+    assert (day["answers"], day["context"], day["memory"]) == (61, 61, 120)
+    kept.add_texts({"a": [np.arange(4, dtype=np.int32).tobytes()]})
+    kept.close()
+
+
+# Texts that the user adds.
+
+
+def add(directory: Path, **named: list[list[int]]) -> None:
+    kept = KeptAnswers(directory, IDENTITY)
+    kept.add_texts(
+        {
+            name: [np.array(text, np.int32).tobytes() for text in texts]
+            for name, texts in named.items()
+        }
+    )
+    kept.close()
+
+
+def names(directory: Path) -> dict[str | None, int]:
+    """How many texts have each name; answers have None."""
+    kept = KeptAnswers(directory, IDENTITY)
+    found = Counter(name for *_, name in kept.read())
+    kept.close()
+    return dict(found)
+
+
+def test_added_texts_stay_however_many_answers_come(tmp_path: Path):
+    texts = some_answers(40, seed=1)
+    learn(tmp_path, some_answers(3))
+    add(tmp_path, book=texts)
+    answers = some_answers(100)
+    for start in range(0, 100, 10):
+        learn(tmp_path, answers[start : start + 10], max_tokens=300)
+    left = names(tmp_path)
+    assert left["book"] == 40
+    assert 0 < left[None] < 20
+    held = opened(tmp_path, max_tokens=300)
+    assert all(is_found(held, text) for text in [*texts, answers[-1]])
+    held.close()
+
+
+def test_added_texts_are_not_counted_among_the_answers(tmp_path: Path):
+    """However large they are, answers are only deleted beyond their own limit."""
+    add(tmp_path, book=some_answers(200, seed=1))
+    answers = some_answers(10)
+    learn(tmp_path, answers, max_tokens=1000)
+    learn(tmp_path, [], max_tokens=1000)
+    assert names(tmp_path) == {"book": 200, None: 10}
+    count = KeptAnswers(tmp_path, IDENTITY).count()
+    assert (count["texts"], count["tokens"]) == (10, sum(map(len, answers)))
+    assert count["added"]["book"]["texts"] == 200
+    assert (
+        sum(day["answers"] for day in KeptAnswers(tmp_path, IDENTITY).earned_by_day().values())
+        == 10
+    )
+
+
+def test_texts_of_a_name_are_replaced(tmp_path: Path):
+    first, second, third = some_answers(3)
+    add(tmp_path, a=[first, second], b=[third])
+    held = opened(tmp_path)
+    assert is_found(held, first)
+    add(tmp_path, a=[second])
+    held.refresh()
+    held.settle()
+    assert not is_found(held, first)
+    assert is_found(held, second)
+    assert is_found(held, third)
+    held.close()
+    assert names(tmp_path) == {"a": 1, "b": 1}
+
+
+def test_an_answer_that_is_added_stays(tmp_path: Path):
+    answer, other = some_answers(2)
+    learn(tmp_path, [answer, other])
+    add(tmp_path, a=[answer])
+    learn(tmp_path, [answer])
+    assert names(tmp_path) == {"a": 1, None: 1}
+
+
+def test_more_than_may_be_added_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    add(tmp_path, a=[[1, 2, 3, 4]])
+    monkeypatch.setattr("mlxspec.corpus.answers.ADDED_TOKENS", 6)
+    with pytest.raises(OptionError, match=r"would have 7 tokens: .* at most 6"):
+        add(tmp_path, a=[[1, 2]], b=[[3, 4, 5, 6, 7]])
+    assert all_texts(tmp_path) == [[1, 2, 3, 4]]
+
+
 def test_another_tokenizers_answers_are_not_found(tmp_path: Path):
     learn(tmp_path, some_answers(45))
-    other = Memory(kept=KeptAnswers(tmp_path, identify(SECOND)))
+    other = AnswerIndex(kept=KeptAnswers(tmp_path, identify(SECOND)))
     other.settle()
     assert other.look_up(some_answers(1)[0])[1] == []
     other.add([1, 2, 3])
     other.close()
     assert all_texts(tmp_path) == sorted(some_answers(45))
+
+
+def test_a_read_only_file_system_is_one_line_that_names_the_directory(
+    tmp_path: Path, troubles: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    answer = some_answers(1)[0]
+    held, add = opened(tmp_path), KeptAnswers.add
+
+    def read_only(self: KeptAnswers, text: bytes, earned: Any) -> int:
+        if self.directory:
+            raise OSError(errno.EROFS, "Read-only file system", "somewhere")
+        return add(self, text, earned)
+
+    monkeypatch.setattr(KeptAnswers, "add", read_only)
+    held.add(answer)
+    held.settle()
+    assert looked_up(held, answer[:-1])[0][0] >= len(answer) - 1
+    held.close()
+    assert troubles.pop() == (
+        f"{tmp_path / DATABASE}: cannot be used (Read-only file system); set MLXSPEC_MEMORY to "
+        "another directory, or remove a damaged file; answers are only remembered until this "
+        "process ends"
+    )
 
 
 @pytest.mark.slow
@@ -589,9 +716,9 @@ def test_what_was_added_last_is_kept_at_the_processs_end(tmp_path: Path):
         """
         import sys, pathlib
         from mlxspec.corpus.answers import KeptAnswers, identify
-        from mlxspec.corpus.memory import Memory
+        from mlxspec.corpus.answer_index import AnswerIndex
         from tests.support.tokenizers import FIRST
-        memory = Memory(kept=KeptAnswers(pathlib.Path(sys.argv[1]), identify(FIRST)))
+        memory = AnswerIndex(kept=KeptAnswers(pathlib.Path(sys.argv[1]), identify(FIRST)))
         for number in range(50):
             memory.add([number, 1, 2, 3])
         """
@@ -603,14 +730,14 @@ def test_what_was_added_last_is_kept_at_the_processs_end(tmp_path: Path):
 WORKING = textwrap.dedent(
     """
     import logging, sys, random, pathlib
-    from mlxspec.corpus import memory
+    from mlxspec.corpus import answer_index
     from mlxspec.corpus.answers import KeptAnswers, identify
-    from mlxspec.corpus.memory import Memory
+    from mlxspec.corpus.answer_index import AnswerIndex
     from tests.support.tokenizers import FIRST
-    memory.LIVE_TOKENS = 40
+    answer_index.LIVE_TOKENS = 40
     directory, number = pathlib.Path(sys.argv[1]), int(sys.argv[2])
     logging.basicConfig(format="trouble %(message)s", stream=sys.stdout)
-    held = Memory(kept=KeptAnswers(directory, identify(FIRST)))
+    held = AnswerIndex(kept=KeptAnswers(directory, identify(FIRST)))
     pick = random.Random(number)
     index = 0
     while True:

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.corpus import memory as memory_module
+from mlxspec.corpus import answer_index
+from mlxspec.corpus.answer_index import AnswerIndex
 from mlxspec.corpus.answers import (
     KeptAnswers,
     Settings,
@@ -23,7 +24,6 @@ from mlxspec.corpus.answers import (
     save_settings,
     settings_in_force,
 )
-from mlxspec.corpus.memory import Memory
 from mlxspec.errors import FileError, OptionError
 from tests.support.hostile import json_values, mutated
 from tests.support.tokenizers import FIRST, SECOND
@@ -116,9 +116,9 @@ def test_a_memory_is_closed_before_its_merging_ends(monkeypatch: pytest.MonkeyPa
             time.sleep(0.05)
             yield np.zeros(1, np.int32)
 
-    monkeypatch.setattr(memory_module, "LIVE_TOKENS", 8)
-    monkeypatch.setattr(memory_module, "merged_order", endless)
-    memory = Memory.kept_in(memory_directory(), FIRST)
+    monkeypatch.setattr(answer_index, "LIVE_TOKENS", 8)
+    monkeypatch.setattr(answer_index, "merged_order", endless)
+    memory = AnswerIndex.kept_in(memory_directory(), FIRST)
     texts = [[number, *range(12)] for number in range(3)]
     for text in texts:
         memory.add(text)
@@ -127,19 +127,19 @@ def test_a_memory_is_closed_before_its_merging_ends(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     assert memory.kept
     assert memory.kept.directory
-    again = Memory.kept_in(memory.kept.directory, FIRST)
+    again = AnswerIndex.kept_in(memory.kept.directory, FIRST)
     again.settle()
     for text in texts:
         assert text[3:] in [again.look_up(text[:3])[0][:10]]
     again.close()
     (kept,) = kept_answers(memory.kept.directory)
-    assert [tokens.tolist() for _, tokens, _ in kept.read()] == texts
+    assert [tokens.tolist() for _, tokens, *_ in kept.read()] == texts
 
 
 def test_the_database_says_of_which_tokenizers_it_has_answers(home: Path):
     assert kept_answers(home) == []
     KeptAnswers(home, identify(SECOND), "owner/second")
-    memory = Memory(kept=KeptAnswers(home, identify(FIRST), "owner/first"))
+    memory = AnswerIndex(kept=KeptAnswers(home, identify(FIRST), "owner/first"))
     memory.add([1, 2, 3])
     memory.close()
     one, other = kept_answers(home)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.corpus.store import find_files, read_texts
+from mlxspec.corpus.text_files import find_files, read_texts
 from mlxspec.errors import FileError
 
 

@@ -78,7 +78,16 @@ class Serving:
 @contextmanager
 def serving(model: Path, folder: Path, n: int) -> Iterator[Serving]:
     """A server of ``n`` ranks that answers, for up to 220 requests at once."""
-    command = ("serve", "--model", str(model), "--port", "0", "--no-memory", "--queue", "220")
+    command = (
+        "serve",
+        "--model",
+        str(model),
+        "--port",
+        "0",
+        "--no-saved-answers",
+        "--queue",
+        "220",
+    )
     script = ("-m", "tests.support.command", str(folder))
     try:
         with launched(*script, *command, folder=folder, n=n) as launcher:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -19,13 +18,11 @@ from hypothesis import strategies as st
 from mlxspec.drafting.costs import WIDEST, KnownTime, LiveCosts
 from mlxspec.drafting.learned import CostCache, CostKey, KnownTimes
 from tests.support.examples import examples
-from tests.support.hostile import harmless, json_values, mutated
+from tests.support.hostile import harmless, mutated
 
 KEY = CostKey({"chip": "M4", "mlx": "0.32.4"}, {"type": "llama", "digest": "a1"})
 TIMES = [KnownTime(1, 0.025, 0.02), KnownTime(4, 0.036, 0.03), KnownTime(32, 0.13, 0.05)]
 KNOWN = KnownTimes(TIMES, "careful", "2026-01-31T10:00:00+00:00")
-TOP_LEVEL = ("machine", "model", "contexts", "times", "source", "updated")
-OF_A_TIME = ("rows", "seconds", "uncertainty")
 
 
 @pytest.fixture
@@ -36,25 +33,6 @@ def cache(tmp_path: Path) -> CostCache:
 def only_file(cache: CostCache) -> Path:
     (path,) = cache.directory.iterdir()
     return path
-
-
-def spoiled(**changes: object) -> str:
-    """The file of KNOWN with other content."""
-    time = {"rows": 1, "seconds": 0.025, "uncertainty": 0.02}
-    known = {"times": [time], "source": "quick", "updated": "2026-01-31T10:00:00+00:00"}
-    for name in set(changes) & set(known):
-        known[name] = changes.pop(name)
-    content = {
-        "machine": KEY.machine,
-        "model": KEY.model,
-        "contexts": {"1024": known},
-        **changes,
-    }
-    return json.dumps(content)
-
-
-def plain(**changes: object) -> list[dict[str, object]]:
-    return [{"rows": 1, "seconds": 0.025, "uncertainty": 0.02, **changes}]
 
 
 def test_what_was_kept_is_read_again(cache: CostCache):
@@ -126,30 +104,8 @@ def test_the_file_is_the_user_s_own_and_nothing_else_stays(cache: CostCache):
         '"text"',
         "[" * 100_000,
         "\x00\x01",
-        spoiled()[:-20],
-        spoiled(machine=None),
-        spoiled(model={"digest": ["a1"]}),
-        spoiled(contexts=[]),
-        spoiled(contexts={"1024": None}),
-        spoiled(contexts={"1000": {"times": plain()}}),
-        spoiled(contexts={"-1": {"times": plain()}}),
-        spoiled(contexts={"9" * 30: {"times": plain()}}),
-        spoiled(times=[]),
-        spoiled(times=[None]),
-        spoiled(times=plain(rows=2)),
-        spoiled(times=plain(rows=True)),
-        spoiled(times=plain(seconds=None)),
-        spoiled(times=plain(seconds="0.1")),
-        spoiled(times=plain(seconds=0)),
-        spoiled(times=plain(seconds=-0.1)),
-        spoiled(times=plain(seconds=float("nan"))),
-        spoiled(times=plain(seconds=float("inf"))),
-        spoiled(times=plain(seconds=10**400)),
-        spoiled(times=plain(uncertainty=float("nan"))),
-        spoiled(times=plain() + plain()),
-        spoiled(times=plain() + plain(rows=10**9)),
-        spoiled(source="\x1b[2J"),
-        spoiled(updated=None),
+        '{"digest": "", "content": {}}',
+        '{"digest": null}',
     ],
 )
 def test_a_spoiled_file_is_ignored_with_one_line_and_replaced(
@@ -166,10 +122,18 @@ def test_a_spoiled_file_is_ignored_with_one_line_and_replaced(
     assert cache.read(KEY) == {1024: KNOWN}
 
 
-def test_the_content_that_the_spoiled_files_are_made_of_is_good(cache: CostCache):
-    cache.directory.mkdir()
-    (cache.directory / KEY.file_name).write_text(spoiled())
-    assert cache.read(KEY)[1024].times == [KnownTime(1, 0.025, 0.02)]
+def test_a_file_that_has_been_changed_or_cut_is_ignored(
+    cache: CostCache, caplog: pytest.LogCaptureFixture
+):
+    cache.update(KEY, {1024: KNOWN})
+    path, whole = only_file(cache), only_file(cache).read_text()
+    for content in (whole.replace("0.025", "0.026"), whole.replace("1024", "-1"), whole[:-20]):
+        assert content != whole
+        path.write_text(content)
+        assert cache.read(KEY) == {}
+    assert len(caplog.messages) == 3
+    path.write_text(whole)
+    assert cache.read(KEY) == {1024: KNOWN}
 
 
 def usable_or_ignored(cache: CostCache) -> None:
@@ -181,24 +145,6 @@ def usable_or_ignored(cache: CostCache) -> None:
         assert all(1e-6 <= time.seconds <= 1e4 for time in times)
         table = LiveCosts({1024: times}).for_sequences(3).curve.table
         assert all(0 <= left <= right < math.inf for left, right in pairwise(table))
-
-
-@pytest.mark.slow
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
-@given(
-    times=st.dictionaries(st.integers(2, 64), st.floats(2e-3, 9e-2) | st.floats()),
-    uncertainty=st.floats(0, 1) | st.floats(),
-)
-def test_times_that_make_no_sense_are_found_or_harmless(
-    cache: CostCache, times: dict[int, float], uncertainty: float
-):
-    kept = [
-        {"rows": rows, "seconds": seconds, "uncertainty": uncertainty}
-        for rows, seconds in sorted({**times, 1: 5e-3}.items())
-    ]
-    cache.directory.mkdir(exist_ok=True)
-    (cache.directory / KEY.file_name).write_text(spoiled(times=kept))
-    usable_or_ignored(cache)
 
 
 def kept_in(cache: CostCache) -> list[KnownTimes]:
@@ -213,22 +159,6 @@ def test_damaged_bytes_are_found_or_harmless(cache: CostCache, data: st.DataObje
     cache.update(KEY, {1024: KNOWN})
     path = only_file(cache)
     path.write_bytes(data.draw(mutated(path.read_bytes())))
-    usable_or_ignored(cache)
-
-
-@pytest.mark.slow
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=examples(150))
-@given(
-    name=st.sampled_from([*TOP_LEVEL, *OF_A_TIME]),
-    value=json_values,
-)
-def test_values_that_nobody_expects_are_found_or_harmless(
-    cache: CostCache, name: str, value: object
-):
-    cache.directory.mkdir(exist_ok=True)
-    change = {name: value}
-    content = spoiled(times=plain(**change)) if name in OF_A_TIME else spoiled(**change)
-    (cache.directory / KEY.file_name).write_text(content)
     usable_or_ignored(cache)
 
 

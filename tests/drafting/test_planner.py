@@ -11,8 +11,8 @@ import pytest
 
 from mlxspec.bench.policies import verify
 from mlxspec.bench.replay import MAX_DEPTH, replay
-from mlxspec.corpus.memory import Memory
-from mlxspec.corpus.suffix_index import SEPARATOR, Excerpts, Occurrence
+from mlxspec.corpus.answer_index import AnswerIndex
+from mlxspec.corpus.suffix_index import SEPARATOR, Occurrence
 from mlxspec.drafting.acceptance import AcceptanceModel, Corrections
 from mlxspec.drafting.candidates import Candidates
 from mlxspec.drafting.chips import known_chip
@@ -215,7 +215,7 @@ def test_an_earlier_output_is_drafted_from_memory() -> None:
     output = noise(100, seed=7)
     told = []
 
-    class Noting(Memory):
+    class Noting(AnswerIndex):
         def add(self, output, earned=None, prompt=()):
             super().add(output, earned, prompt)
             self.settle()
@@ -235,40 +235,29 @@ def test_an_earlier_output_is_drafted_from_memory() -> None:
 @pytest.mark.slow
 def test_a_memory_that_misleads_is_trusted_less_in_each_generation() -> None:
     """Its texts have the output's tokens, and others after each of them."""
+
+    class Lies(AnswerIndex):
+        def add(self, *answer: Any, **more: Any) -> None:
+            """Remember no output."""
+
     output = noise(300, seed=20)
     lies = [[token, wrong] for token, wrong in zip(output, noise(300, seed=21), strict=True)]
-    memory = Memory()
+    memory = Lies()
     for lie in lies:
-        memory.add([*lie, *noise(3, seed=lie[1])])
+        AnswerIndex.add(memory, [*lie, *noise(3, seed=lie[1])])
     memory.settle()
-    drafter = suffix_planner(known_chip("M4 Pro").curve, store=memory)  # outputs are not added
+    drafter = suffix_planner(known_chip("M4 Pro").curve, memory=memory)
     costs = [replay([1, 2], output, drafter).cost(known_chip("M4 Pro").curve) for _ in range(4)]
     assert 301 > costs[0] > costs[1] >= costs[2] >= costs[3] >= 300
 
 
-def test_a_store_is_drafted_from() -> None:
-    class Stored:
-        tokens = noise(100, seed=8)
-
-        def look_up(self, tail: Sequence[int], limit: int, depth: int) -> Excerpts:
-            if tail[-1] not in self.tokens[:-1]:
-                return [], []
-            start = self.tokens.index(tail[-1]) + 1
-            excerpt = [*self.tokens[start : start + depth], SEPARATOR]
-            return excerpt, [Occurrence(1, 0)]
-
-    drafter = suffix_planner(FLAT, store=Stored())
-    assert len(replay([1, 2], Stored.tokens, drafter).rows) < 40
-
-
-def test_the_context_comes_before_the_memory_and_this_before_the_store() -> None:
+def test_the_context_comes_before_the_memory_and_this_before_the_prediction() -> None:
     """The first text that proposes a node is its origin, and is counted for it."""
-    memory, store = Memory(), Memory()
-    for texts in (memory, store):
-        texts.add([1, 2, 3, 4, 5, 6])
-        texts.settle()
+    memory, prediction = AnswerIndex(), [3, 4, 5, 6]
+    memory.add([1, 2, *prediction])
+    memory.settle()
 
-    def origins(prompt: list[int], **earlier: Memory) -> tuple[str, ...]:
+    def origins(prompt: list[int], **earlier: Any) -> tuple[str, ...]:
         source = SuffixSource(**earlier)
         source.begin(prompt)
         roots = source.search(2)
@@ -280,9 +269,10 @@ def test_the_context_comes_before_the_memory_and_this_before_the_store() -> None
         return tree.origins[:2]
 
     repeated, new = [1, 2, 3, 4, 8, 1, 2], [7, 8, 1, 2]
-    assert origins(repeated, memory=memory, store=store) == ("context", "context")
-    assert origins(new, memory=memory, store=store) == ("memory", "memory")
-    assert origins(new, store=store) == ("store", "store")
+    both = {"memory": memory, "prediction": prediction}
+    assert origins(repeated, **both) == ("context", "context")
+    assert origins(new, **both) == ("memory", "memory")
+    assert origins(new, prediction=prediction) == ("prediction", "prediction")
 
 
 def test_where_texts_agree_a_child_has_the_higher_probability() -> None:
@@ -315,7 +305,7 @@ def test_where_texts_agree_a_child_has_the_higher_probability() -> None:
 
 def test_an_abandoned_generation_leaves_the_drafter_usable() -> None:
     text = noise(50, seed=9)
-    memory = Memory()
+    memory = AnswerIndex()
     drafter = suffix_planner(FLAT, memory=memory)
     drafter.begin(text)
     drafter.end()

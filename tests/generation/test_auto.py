@@ -16,7 +16,6 @@ import pytest
 import mlxspec
 from mlxspec import AutoDecoder
 from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
-from mlxspec.corpus.store import build_store
 from mlxspec.drafting.acceptance import Corrections
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.costs import KeptCosts
@@ -94,9 +93,8 @@ def test_the_opening_of_an_answer_is_found_by_the_end_of_its_prompt() -> None:
 
 
 def test_only_what_is_remembered_teaches_the_next_generation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither of the context nor of a store is anything kept otherwise."""
     learning: list[Corrections] = []
     learn = Corrections.learn
 
@@ -110,12 +108,10 @@ def test_only_what_is_remembered_teaches_the_next_generation(
         assert len(learning) > before
         return set(map(id, learning[before:]))
 
-    store = tmp_path / "outputs.store"
-    remembering = decoder_with(FLAT)
-    build_store(store, [tokens(remembering)], remembering.tokenizer)
     monkeypatch.setattr(Corrections, "learn", recorded)
+    remembering = decoder_with(FLAT)
     assert taught(remembering) & taught(remembering)
-    forgetful = decoder_with(FLAT, memory_tokens=0, store=store)
+    forgetful = decoder_with(FLAT, memory_tokens=0)
     assert taught(forgetful).isdisjoint(taught(forgetful))
 
 
@@ -170,16 +166,6 @@ def test_no_memory_changes_an_output(temp: float) -> None:
         decoder.model, decoder.tokenizer.encode(PROMPT), expected, actual, sampling
     )
     assert difference is None or difference.margin < NEAR_TIE_FLOAT32
-
-
-def test_a_store_is_drafted_from(tmp_path: Path) -> None:
-    prompt, store = "The history of the", tmp_path / "outputs.store"
-    decoder = decoder_with(FLAT)
-    *first, without = decoder.stream(prompt, 50)
-    output = [response.token for response in (*first, without)]
-    build_store(store, [output], decoder.tokenizer)
-    *_, last = decoder_with(FLAT, store=store).stream(prompt, 50)
-    assert last.stats.steps < without.stats.steps
 
 
 def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,9 @@ from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.sources import DrafterSource
 from mlxspec.engine.joint import JointMode
+from mlxspec.engine.target import Target
 from mlxspec.errors import OptionError, PromptError
+from mlxspec.generation import engine as engines
 from mlxspec.generation.drafting import Drafting
 from mlxspec.generation.engine import Engine
 from mlxspec.generation.request import Request, State
@@ -99,6 +101,46 @@ def test_models_of_every_mode_can_be_scheduled(kind: str) -> None:
     for prompt, collected in zip(prompts, found, strict=True):
         submit(engine, prompt, collected.add, 12)
     engine.run()
+    assert [collected.tokens for collected in found] == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_prompts_share_a_forward_where_the_model_allows(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = small_decoder(kind)
+    prompts = [[(7 * i + n) % 64 for i in range(5 + 4 * n)] for n in range(4)]
+    expected = [alone(decoder, prompt, 12) for prompt in prompts]
+    chunks: list[int] = []
+    run_chunk = Target._prefill_chunk
+
+    def counted(target: Target, tokens: Any, *args: Any) -> None:
+        chunks.append(len(tokens))
+        run_chunk(target, tokens, *args)
+
+    monkeypatch.setattr(Target, "_prefill_chunk", counted)
+    engine, found, done = Engine(decoder), [Collected() for _ in prompts], []
+    for prompt, collected in zip(prompts, found, strict=True):
+        submit(engine, prompt, collected.add, 12, on_progress=lambda *pair: done.append(pair))
+    engine.run()
+    assert [collected.tokens for collected in found] == expected
+    assert chunks == ([4, 8, 12, 16] if KINDS[kind] is JointMode.ALONE else [])
+    assert {(length, length) for length in (4, 8, 12, 16)} <= {*done}
+
+
+def test_prompts_that_are_long_together_run_one_after_the_other() -> None:
+    decoder = small_decoder()
+    prompts = [[(7 * i + n) % 64 for i in range(120)] for n in range(3)]
+    expected = [alone(decoder, prompt, 4) for prompt in prompts]
+    engine, found = Engine(decoder), [Collected() for _ in prompts]
+    for prompt, collected in zip(prompts, found, strict=True):
+        submit(engine, prompt, collected.add, 4)
+    with engine.running():
+        engine.start_waiting()
+        first = engine._short_ones(engine._running)
+        assert [request.prompt for request in first] == prompts[:2]
+        while engine.turn():
+            pass
     assert [collected.tokens for collected in found] == expected
 
 
@@ -250,6 +292,44 @@ def test_running_generations_go_on_while_a_long_prompt_is_run() -> None:
     assert len(running.tokens) - before >= 200 // 16 - 1
     engine.run()
     assert len(running.tokens) == 60
+
+
+def test_short_prompts_overtake_long_ones_that_are_due_later() -> None:
+    engine = Engine(small_decoder(), stall=1e-6)
+    order: list[str] = []
+
+    def submit_one(name: str, tokens: int) -> None:
+        prompt = [(7 * i + len(name)) % 64 for i in range(tokens)]
+        submit(engine, prompt, lambda response: order.append(name), 1)
+
+    submit_one("running", 2)
+    submit_one("long", 1200)
+    submit_one("shorter", 600)
+    engine.turn()
+    engine.turn()
+    submit_one("short", 300)
+    while len(order) < 3:
+        engine.turn()
+    submit_one("too late", 1000)
+    engine.run()
+    assert order == ["running", "short", "shorter", "long", "too late"]
+
+
+def test_running_generations_wait_for_a_prompt_no_longer_than_a_few_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engines, "_MOST_STEPS", 1e-9)  # the least instead of three
+    engine = Engine(small_decoder(), stall=600)
+    running, late = Collected(), Collected()
+    submit(engine, [7, 3, 9], running.add, 60)
+    while len(running.tokens) < 2:
+        engine.turn()
+    before = len(running.tokens)
+    submit(engine, [(7 * i) % 64 for i in range(200)], late.add, 4)
+    while not late.tokens:
+        engine.turn()
+    assert len(running.tokens) - before >= 200 // 16 - 1
+    engine.close()
 
 
 def test_a_prompt_is_run_in_chunks_where_others_wait_for_the_turn() -> None:
@@ -422,7 +502,7 @@ def test_an_interrupt_as_prompts_take_turns_leaves_their_sessions_to_the_next() 
             submit(engine, prompt, lambda response: None, 2, session=session)
         engine.run()
 
-    moving = [one for one in functions_of(Engine) if one.__name__ in ("_move_to_end", "_forget")]
+    moving = [one for one in functions_of(Engine) if one.__name__ in ("_prefill", "_forget")]
     for sessions in interrupted_anywhere(moving, prepare, run):
         for prompt, session in zip(prompts, sessions, strict=True):
             assert alone(decoder, prompt, 2, session=session) == alone(decoder, prompt, 2)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mlxspec
-from mlxspec.corpus.memory import Memory
+from mlxspec.corpus.answer_index import AnswerIndex
 from mlxspec.drafting.heads import HeadExperience
 from mlxspec.engine.heads import HeadDrafts, TrainedHead
 from mlxspec.engine.sampling import SamplingParams
@@ -284,7 +284,7 @@ ALSO: dict[str, tuple[dict[str, Any], Callable[[list[int]], Auto]]] = {
         lambda expected: Auto(),
     ),
     "a prediction": ({}, lambda expected: Auto(prediction=[*expected[:9], 8, *expected[20:]])),
-    "a memory": ({}, lambda expected: Auto(memory=Memory(1000))),
+    "a memory": ({}, lambda expected: Auto(memory=AnswerIndex(1000))),
 }
 
 

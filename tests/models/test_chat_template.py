@@ -14,6 +14,7 @@ from mlxspec.errors import PromptError
 from mlxspec.models.chat_template import apply_template
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from mlxspec.models.tokenizer import load_tokenizer
+from tests.support import system_templates
 from tests.support.examples import examples
 from tests.support.hostile import harmless
 
@@ -94,13 +95,121 @@ def test_contents_come_in_the_form_that_the_template_takes(
     assert messages == before
 
 
+def talk(*turns: str) -> list[dict[str, str]]:
+    """A conversation of turns such as "user: a"."""
+    return [dict(zip(("role", "content"), turn.split(": "), strict=True)) for turn in turns]
+
+
+def reminder(text: str) -> str:
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+TWICE = talk("system: a", "developer: b", "user: c")
+LATE = talk("system: a", "user: b", "assistant: c", "system: d", "user: e")
+BETWEEN = talk("user: a", "developer: b", "user: c", "assistant: d", "user: e")
+LAST = talk("system: a", "user: b", "system: c", "developer: d")
+ASKED = talk("system: a", "user: b", "assistant: c", "system: d", "system: e", "assistant: f")
+ONLY = talk("system: a", "system: b")
+PLACED = {
+    "FIRST": [
+        (TWICE, "<system>a\n\nb<user>c"),
+        (LATE, f"<system>a<user>b<assistant>c<user>{reminder('d')}\n\ne"),
+        (BETWEEN, f"<user>a\n\n{reminder('b')}\n\nc<assistant>d<user>e"),
+        (LAST, f"<system>a<user>b\n\n{reminder('c')}\n\n{reminder('d')}"),
+        (
+            ASKED,
+            f"<system>a<user>b<assistant>c<user>{reminder('d')}\n\n{reminder('e')}<assistant>f",
+        ),
+    ],
+    "NONE": [
+        (TWICE, "<user>a\n\nb\n\nc"),
+        (LATE, f"<user>a\n\nb<assistant>c<user>{reminder('d')}\n\ne"),
+        (BETWEEN, f"<user>a\n\n{reminder('b')}\n\nc<assistant>d<user>e"),
+        (LAST, f"<user>a\n\nb\n\n{reminder('c')}\n\n{reminder('d')}"),
+        (
+            ASKED,
+            f"<user>a\n\nb<assistant>c<user>{reminder('d')}\n\n{reminder('e')}<assistant>f",
+        ),
+        (ONLY, "<user>a\n\nb"),
+    ],
+}
+
+
+def in_parts(messages: list[dict[str, str]]) -> list[dict[str, Any]]:
+    return [{**message, "content": part(message["content"])} for message in messages]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "text"),
+    [
+        pytest.param(template, messages, text, id=f"{kind}: {name}, {number}")
+        for kind, cases in PLACED.items()
+        for name, template in getattr(system_templates, kind).items()
+        for number, (messages, text) in enumerate(cases)
+    ],
+)
+def test_system_messages_come_where_the_template_takes_them(
+    tokenizer: Any, template: str, messages: list[dict[str, str]], text: str
+) -> None:
+    tokenizer._tokenizer.chat_template = template
+    for sent in (messages, in_parts(messages)):
+        before = copy.deepcopy(sent)
+        assert apply_template(tokenizer, sent, tokenize=False) == text
+        assert sent == before
+
+
+@pytest.mark.parametrize("template", system_templates.STAYS.values(), ids=system_templates.STAYS)
+@pytest.mark.parametrize("messages", [TWICE, LATE, BETWEEN, LAST, ASKED, ONLY])
+def test_what_the_template_takes_stays(
+    tokenizer: Any, template: str, messages: list[dict[str, str]]
+) -> None:
+    tokenizer._tokenizer.chat_template = template
+    renamed = {"developer": "system"} if "raise_exception" in template else {}
+    expected = "".join(
+        f"<{renamed.get(one['role'], one['role'])}>{one['content']}" for one in messages
+    )
+    for sent in (messages, in_parts(messages)):
+        assert apply_template(tokenizer, sent, tokenize=False) == expected
+
+
+def test_mistral_s_system_message_comes_before_the_last_question(tokenizer: Any) -> None:
+    tokenizer._tokenizer.chat_template = system_templates.MISTRAL
+    bos, eos = tokenizer.bos_token, tokenizer.eos_token
+    assert apply_template(tokenizer, TWICE, tokenize=False) == f"{bos}[INST] a\n\nb\n\nc[/INST]"
+    assert apply_template(tokenizer, LATE, tokenize=False) == (
+        f"{bos}[INST] b[/INST] c{eos}[INST] a\n\n{reminder('d')}\n\ne[/INST]"
+    )
+
+
+def test_parts_other_than_texts_stay_beside_a_moved_message(tokenizer: Any) -> None:
+    picture = {"type": "image", "url": "x"}
+    tokenizer._tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{% for part in m.content %}"
+        "[{{ part.text or part.url }}]{% endfor %}{% endif %}{% endfor %}"
+    )
+    asked = {"role": "user", "content": [*part("b"), picture]}
+    messages = [*talk("system: a"), asked, *talk("system: c", "system: ")]
+    assert apply_template(tokenizer, messages, tokenize=False) == (
+        "[a][\n\n][b][x][\n\n][<system-reminder>\nc\n</system-reminder>]"
+    )
+
+
+@pytest.mark.slow
+def test_many_late_system_messages_take_no_longer_than_their_length(tokenizer: Any) -> None:
+    tokenizer._tokenizer.chat_template = system_templates.NONE["silent"]
+    text = "x" * 1500
+    messages = [*MESSAGES, *[{"role": "system", "content": text}] * 20_000]
+    rendered = harmless(lambda: apply_template(tokenizer, messages, tokenize=False))
+    assert rendered.count(text) == 20_000
+
+
 def left_out(role: str) -> str:
     """A template without the contents of a role."""
     show = f"{{% if m.role != '{role}' %}}{{{{ m.content }}}}{{% endif %}}"
     return f"{{% for m in messages %}}<{{{{ m.role }}}}>{show}{{% endfor %}}"
 
 
-@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool", "developer"])
+@pytest.mark.parametrize("role", ["user", "assistant", "tool"])
 @pytest.mark.parametrize("content", ["a question", part("a question")])
 def test_a_content_that_the_template_leaves_out_is_refused(
     tokenizer: Any, role: str, content: Any

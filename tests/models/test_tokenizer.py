@@ -19,6 +19,7 @@ from mlxspec.models.sentencepiece_tokenizer import build_tokenizer
 from mlxspec.models.tokenizer import (
     ByteDetokenizer,
     detokenizer_of,
+    has_chat_template,
     load_tokenizer,
     load_tokenizer_of,
 )
@@ -79,6 +80,30 @@ def test_settings_beside_a_sentencepiece_model_are_kept(directory: Path) -> None
     assert tokenizer.apply_chat_template([message]) == sentencepiece_ids("hello")
 
 
+@pytest.mark.parametrize("with_own", [False, True])
+def test_a_template_in_a_json_file_counts_if_no_newer_file_has_one(
+    directory: Path, with_own: bool
+) -> None:
+    if with_own:
+        build_tokenizer(MODEL)[0].save(str(directory / "tokenizer.json"))
+    message = {"role": "user", "content": "hi"}
+
+    def said() -> str:
+        assert has_chat_template(directory)
+        tokenizer = load_tokenizer(directory, None)
+        assert tokenizer.has_chat_template
+        return str(tokenizer.apply_chat_template([message], tokenize=False))
+
+    write_json(directory / "chat_template.json", chat_template="oldest {{ messages[0].content }}")
+    assert said() == "oldest hi"
+    write_json(directory / "tokenizer_config.json", chat_template="older", pad_token="</s>")
+    assert said() == "older"
+    (directory / "chat_template.jinja").write_text("newest")
+    assert said() == "newest"
+    own = load_tokenizer(directory, None, {"chat_template": "own"})
+    assert own.apply_chat_template([message], tokenize=False) == "own"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "named"),
@@ -114,7 +139,7 @@ def test_a_template_that_is_not_utf8_is_named(directory: Path, with_own: bool) -
 
 
 @pytest.mark.parametrize("content", ["{", "[" * 200_000])
-@pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json"])
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "tokenizer.json", "chat_template.json"])
 def test_damaged_settings_are_named(directory: Path, file: str, content: str) -> None:
     (directory / file).write_text(content)
     with pytest.raises(LoadError, match=re.escape(str(directory))) as error:

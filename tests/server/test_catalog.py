@@ -24,7 +24,7 @@ from mlxspec.server import served_model
 from mlxspec.server.app import create_app
 from mlxspec.server.body import ApiError
 from mlxspec.server.catalog import Catalog, Entry
-from mlxspec.server.memory import ServerMemory
+from mlxspec.server.memory_budget import ServerMemory
 from mlxspec.server.served_model import ServedModel
 from mlxspec.server.worker import Worker
 from tests.support.demo import FLAT, given_costs, stand_in
@@ -312,7 +312,7 @@ def test_an_idle_model_makes_room_for_a_request() -> None:
             memory._next_look = 0.0
             assert server.states() == {"hub/a": "loaded", "hub/b": "loaded"}
             prompt = [*range(300, 650)]
-            endless = await server.ask(model="hub/b", prompt=prompt, max_tokens=30_000)
+            endless = await server.ask(model="hub/b", prompt=prompt * 50, max_tokens=30_000)
             assert endless.status_code == 413
             assert server.states() == {"hub/a": "loaded", "hub/b": "loaded"}
             assert (

@@ -400,15 +400,11 @@ def test_errors_are_the_clients_exceptions(client: OpenAI) -> None:
 def test_a_context_that_is_too_long_is_told_in_numbers(client: OpenAI, server: Running) -> None:
     longest = server.worker.models["small"].context_length
     assert longest
-    n_prompt = len(ids_of(HELLO))
-    with pytest.raises(openai.BadRequestError) as bad:
-        chat(client, max_tokens=longest)
-    assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "messages")
-    for number in (longest, n_prompt):
-        assert str(number) in bad.value.message
-    with pytest.raises(openai.BadRequestError) as bad:
-        client.completions.create(model="small", prompt=[5] * (longest + 1))
-    assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "prompt")
+    for n_prompt in (longest, longest + 1):
+        with pytest.raises(openai.BadRequestError) as bad:
+            client.completions.create(model="small", prompt=[5] * n_prompt)
+        assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "prompt")
+        assert f"{n_prompt} tokens > {longest - 1}, since" in bad.value.message
     # Too long to be tokenized at all, which would take a while.
     with pytest.raises(openai.BadRequestError) as bad:
         client.completions.create(model="small", prompt="a b " * 3_000_000)
@@ -416,6 +412,32 @@ def test_a_context_that_is_too_long_is_told_in_numbers(client: OpenAI, server: R
     with pytest.raises(openai.BadRequestError) as bad:
         chat(client, messages=[{"role": "user", "content": "a b " * 3_000_000}])
     assert (bad.value.code, bad.value.param) == ("context_length_exceeded", "messages")
+
+
+@pytest.mark.parametrize("most", [10, 32_000, 10**12])
+def test_an_answer_is_cut_to_what_the_context_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    """Agents ask for what the largest models can write."""
+    n_prompt = len(ids_of(HELLO))
+    monkeypatch.setattr(ServedModel, "context_length", n_prompt + 9)
+    with running_server() as server, httpx.Client(base_url=server.address, timeout=60) as http:
+        for path, name, prompt in (
+            ("chat/completions", "max_tokens", {"messages": HELLO}),
+            ("chat/completions", "max_completion_tokens", {"messages": HELLO}),
+            ("completions", "max_tokens", {"prompt": ids_of(HELLO)}),
+        ):
+            answer = http.post(f"/v1/{path}", json={**prompt, name: most}).json()
+            assert answer["usage"]["completion_tokens"] == 9
+            assert answer["choices"][0]["finish_reason"] == "length"
+        body = {"input": HELLO, "max_output_tokens": most}
+        answer = http.post("/v1/responses", json=body).json()
+        assert answer["usage"]["output_tokens"] == 9
+        assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+        body = {"messages": HELLO, "max_tokens": most}
+        answer = http.post("/v1/messages", json=body).json()
+        assert answer["usage"]["output_tokens"] == 9
+        assert answer["stop_reason"] == "model_context_window_exceeded"
 
 
 def test_keys_are_asked_for() -> None:

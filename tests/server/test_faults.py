@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import logging
+import resource
 import socket
+import sys
 import threading
+import time
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -25,7 +28,7 @@ from mlxspec.generation.request import State
 from mlxspec.server import app
 from mlxspec.server.auth import MOST_BYTES
 from mlxspec.server.body import ApiError
-from mlxspec.server.memory import in_words
+from mlxspec.server.memory_budget import in_words
 from mlxspec.server.openai import CompletionAnswer
 from mlxspec.server.worker import ServedRequest
 from tests.support.brake import Brake, braked, until
@@ -271,10 +274,92 @@ def test_a_body_beyond_the_bound_is_refused_before_it_is_read(server: Running) -
     check_goes_on(server)
 
 
-def test_a_compressed_body_is_refused(server: Running) -> None:
-    body = gzip.compress(json.dumps({"prompt": "Once"}).encode())
+def encoded(data: bytes, encoding: str) -> bytes:
+    compressor = zlib.compressobj(9, wbits={"gzip": 31, "deflate": 15, "bare": -15}[encoding])
+    return compressor.compress(data) + compressor.flush()
+
+
+ONCE = json.dumps({"prompt": "Once", "max_tokens": 2}).encode()
+
+
+@pytest.mark.parametrize("name", ["gzip", "x-gzip", "GZip", "deflate", "bare", "identity", ""])
+def test_a_compressed_body_is_decoded(server: Running, name: str) -> None:
+    expected = post(server, TEXT, ONCE).json()["choices"]
+    kind = name.lower().removeprefix("x-")
+    body = ONCE if kind in ("identity", "") else encoded(ONCE, kind)
+    header = {"Content-Encoding": "deflate" if name == "bare" else name}
+    answer = post(server, TEXT, body, headers=header)
+    assert answer.status_code == 200
+    assert answer.json()["choices"] == expected
+
+
+@pytest.mark.parametrize("name", ["zstd", "br", "gzip, gzip", "compress", "é"])
+def test_an_encoding_that_is_unknown_is_named(server: Running, name: str) -> None:
+    answer = post(server, TEXT, ONCE, headers={"Content-Encoding": name.encode()})
+    assert answer.status_code == 415
+    assert "Content-Encoding" in error_of(answer)["message"]
+    assert answer.headers["accept-encoding"] == "gzip, deflate"
+
+
+@pytest.mark.parametrize("kind", ["gzip", "deflate"])
+def test_a_body_that_is_not_in_its_encoding_is_a_400(server: Running, kind: str) -> None:
+    whole = encoded(ONCE, kind)
+    for body in (ONCE, b"", whole[:-5], whole + b"x", whole[:14] + b"\xff" + whole[15:]):
+        answer = post(server, TEXT, body, headers={"Content-Encoding": kind})
+        assert answer.status_code == 400
+        assert "encode it again" in error_of(answer)["message"]
+
+
+def test_a_body_that_grows_beyond_the_bound_is_refused(server: Running) -> None:
+    """A thousandth of the size that it would have."""
+    compressor = zlib.compressobj(9, wbits=31)
+    body = b"".join([*(compressor.compress(b" " * (1 << 20)) for _ in range(2000))])
+    body += compressor.flush()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     answer = post(server, TEXT, body, headers={"Content-Encoding": "gzip"})
-    assert answer.status_code == 400
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert (answer.status_code, error_of(answer)["code"]) == (413, "request_too_large")
+    assert grown < 200_000 * (1024 if sys.platform == "darwin" else 1)
+    check_goes_on(server)
+
+
+def test_slow_senders_give_way_to_others(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_ARRIVAL", 0.3)
+    slow = [RawClient(server, TEXT, b"", {"Content-Length": "2000000"}) for _ in range(4)]
+    for one in slow:
+        one.socket.sendall(b"{")
+    body = json.dumps({"prompt": "Once", "max_tokens": 2, "x": "y" * (2 << 20)}).encode()
+    assert post(server, TEXT, body).status_code == 200
+    told = slow[0].read_until(b"}}")
+    assert told.startswith(b"HTTP/1.1 408")
+    assert b"send it again" in told
+    for one in slow:
+        one.leave()
+    check_goes_on(server)
+
+
+def test_a_slow_sender_is_waited_for_while_there_are_places(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "_ARRIVAL", 0.05)
+    body = json.dumps({"prompt": "Once", "max_tokens": 2, "x": "y" * (2 << 20)}).encode()
+    slow = RawClient(server, TEXT, b"", {"Content-Length": str(len(body))})
+    time.sleep(0.3)
+    slow.socket.sendall(body)
+    assert slow.read_until(b"}}").startswith(b"HTTP/1.1 200")
+    slow.leave()
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1//chat/completions", "//v1/chat/completions", "/v1///chat//completions"]
+)
+def test_a_base_url_may_end_with_a_slash(server: Running, path: str) -> None:
+    answer = post(server, path, {"messages": HELLO, "max_tokens": 1})
+    assert answer.status_code == 200
+    assert answer.json()["object"] == "chat.completion"
+    refused = post(server, "/v1//messages", {"messages": [], "max_tokens": 1})
+    assert refused.json()["type"] == "error"
+    assert HTTP.get(f"{server.address}/v1//models").is_success
 
 
 @pytest.fixture(scope="module")
@@ -390,6 +475,50 @@ def test_pages_of_other_servers_may_not_ask(guarded: Running) -> None:
     answer = HTTP.options(guarded.address + CHAT, headers={"Origin": "http://evil.example"})
     assert not answer.is_success
     assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+ORIGINS = ["app://obsidian.md", "tauri://localhost", "chrome-extension://abc", "http://a.b:3000"]
+
+
+def test_origins_that_the_operator_allows_may_ask() -> None:
+    with running_server(origins=ORIGINS, keys=["secret"]) as server:
+        key = {"Authorization": "Bearer secret"}
+        for origin in ORIGINS:
+            # The browser asks first, without the key.
+            asked = {
+                "Origin": origin,
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+                "Access-Control-Request-Private-Network": "true",
+            }
+            answer = HTTP.options(server.address + CHAT, headers=asked)
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] == origin
+            assert "POST" in answer.headers["access-control-allow-methods"]
+            allowed = answer.headers["access-control-allow-headers"]
+            assert {"authorization", "x-stainless-os"} <= {*allowed.replace(" ", "").split(",")}
+            assert answer.headers["access-control-allow-private-network"] == "true"
+            for headers, status in (({**key, "Origin": origin}, 200), ({"Origin": origin}, 401)):
+                body = {"messages": HELLO, "max_tokens": 1}
+                answer = post(server, CHAT, body, headers=headers)
+                assert answer.status_code == status
+                assert answer.headers["access-control-allow-origin"] == origin
+        for origin in (
+            "app://other",
+            "http://a.b",
+            "https://a.b:3000",
+            "null",
+            "tauri://localhost.x",
+        ):
+            answer = HTTP.get(f"{server.address}/v1/models", headers={**key, "Origin": origin})
+            assert (answer.status_code, error_of(answer)["code"]) == (403, "origin_not_allowed")
+            assert "--allow-origin" in error_of(answer)["message"]
+            assert "access-control-allow-origin" not in answer.headers
+            asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            answer = HTTP.options(server.address + CHAT, headers=asked)
+            assert answer.status_code == 400
+            assert "access-control-allow-origin" not in answer.headers
+        assert HTTP.get(f"{server.address}/v1/models", headers=key).is_success
 
 
 # --- clients that leave ---
@@ -795,7 +924,10 @@ def test_requests_wait_for_memory() -> None:
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.result().json()["choices"][0]["text"] == alone(prompt, 16)
         assert max(at_once) == 2
-        refused = post(server, TEXT, {"prompt": "a", "max_tokens": 30_000})
+        cut = post(server, TEXT, {"prompt": "a b", "max_tokens": 30_000}).json()["choices"][0]
+        assert cut["finish_reason"] == "length"
+        assert cut["text"].startswith(alone("a b", 16))
+        refused = post(server, TEXT, {"prompt": [5] * 30_000, "max_tokens": 30_000})
         assert (refused.status_code, error_of(refused)["code"]) == (413, "out_of_memory")
         assert "30000" in error_of(refused)["message"]
         assert in_words(memory.room) in error_of(refused)["message"]

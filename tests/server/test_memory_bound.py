@@ -19,8 +19,8 @@ from mlxspec.engine.heads import TrainedHead
 from mlxspec.engine.params import CacheOptions
 from mlxspec.generation.drafting import Auto
 from mlxspec.generation.request import State
-from mlxspec.server import memory as server_memory
-from mlxspec.server.memory import ServerMemory
+from mlxspec.server import memory_budget
+from mlxspec.server.memory_budget import ServerMemory
 from mlxspec.server.served_model import CacheMemory, Need, ServedModel
 from mlxspec.server.worker import Worker
 from tests.support import heads
@@ -88,7 +88,7 @@ def test_requests_for_twice_the_bound_are_all_answered_within_it() -> None:
         memory.reserve = reserve  # type: ignore[method-assign]
         with ThreadPoolExecutor(COUNT) as pool:
             answers = [*pool.map(lambda prompt: ask(server, prompt), prompts())]
-        refused = ask(server, prompts()[0], 2000)
+        refused = ask(server, prompts()[0] * 50, 2000)
         taken = sum(entry.nbytes for entry in model.cache._idle)
     assert [answer.json()["choices"][0]["text"].strip() for answer in answers] == [
         text.strip() for text in texts
@@ -99,8 +99,8 @@ def test_requests_for_twice_the_bound_are_all_answered_within_it() -> None:
     assert model.cache.evictions >= COUNT - BOUND // entry
     assert mx.get_peak_memory() - others <= BOUND
     assert refused.status_code == 413
-    message, need = refused.json()["error"]["message"], model.memory.needs(PROMPT + 2000)
-    assert f"{PROMPT} prompt tokens and 2000 answer tokens" in message
+    message, need = refused.json()["error"]["message"], model.memory.needs(PROMPT * 50 + 1)
+    assert f"{PROMPT * 50} prompt tokens and 1 answer tokens" in message
     assert f"need {(need.caches + need.forward >> 20) + 1:,} MiB" in message
     assert f"leave {memory.room >> 20} MiB" in message
 
@@ -173,7 +173,7 @@ def test_a_model_finds_room_if_its_weights_fit_beside_what_is_reserved() -> None
 def free(memory: ServerMemory, nbytes: int) -> Iterator[None]:
     """Other programs have left so many bytes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_memory, "free_memory", lambda: nbytes)
+        patch.setattr(memory_budget, "free_memory", lambda: nbytes)
         memory._next_look = 0.0
         yield
 

@@ -104,10 +104,8 @@ def test_a_request_of_claude_code_is_the_chat_that_it_means() -> None:
             "max_tokens": 64000,
             "messages": [
                 {"role": "system", "content": "You are Claude Code.\nYou help with tests."},
-                {
-                    "role": "user",
-                    "content": f"{reminded}\n\n<system-reminder>\nAgents: none\n</system-reminder>",
-                },
+                {"role": "user", "content": reminded},
+                {"role": "developer", "content": "Agents: none"},
                 {
                     "role": "assistant",
                     "content": "Let me see.",
@@ -135,8 +133,6 @@ def test_a_request_of_claude_code_is_the_chat_that_it_means() -> None:
     for name in names.split():
         assert getattr(request, name) == getattr(chat, name), name
     assert request.sampling() == chat.sampling()
-    assert request.cuts_max_tokens
-    assert not chat.cuts_max_tokens
 
 
 @pytest.mark.parametrize(

@@ -570,6 +570,12 @@ def test_a_file_that_cannot_be_used_is_left_out_with_a_line(
     after.cache.load(tmp_path)
     assert [after.answer(prompt).reused for prompt in prompts] == [0, 49]
     assert warnings.pop().startswith(f"{path}: ignored")
+    if spoil is not unreadable:  # a directory, which may have anything in it, stays
+        after.cache.save(tmp_path)
+        healed = Requests()
+        healed.cache.load(tmp_path)
+        assert [healed.answer(prompt).reused for prompt in prompts] == [49, 49]
+        assert not warnings
 
 
 def test_a_flipped_bit_anywhere_in_a_file_is_noticed(tmp_path: Path, warnings: list[str]) -> None:

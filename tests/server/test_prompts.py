@@ -13,9 +13,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.models.tokenizer import load_tokenizer_of
 from mlxspec.server.body import ApiError, parse
+from mlxspec.server.messages import MessagesBody
 from mlxspec.server.openai import ChatBody, CompletionBody
 from mlxspec.server.output_parser import OutputParser, Part
 from mlxspec.server.prompts import Prompt, chat_prompt, completion_prompts
+from mlxspec.server.requests import ApiBody
+from mlxspec.server.responses import parse_responses
+from tests.support import system_templates
 from tests.support.chat_tokenizer import CHATML, chat_tokenizer, harmony_tokenizer
 from tests.support.demo import demo
 from tests.support.hostile import json_values
@@ -72,6 +76,63 @@ def test_the_bundled_model_is_asked_as_in_the_command_line() -> None:
     prompt = chat(tokenizer, messages=messages)
     assert prompt.tokens == tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     assert prompt.format.trims_space
+
+
+def as_chat(messages: list[dict[str, Any]]) -> ApiBody:
+    return parse(ChatBody, {"messages": messages})
+
+
+def as_responses(messages: list[dict[str, Any]]) -> ApiBody:
+    return parse_responses({"instructions": messages[0]["content"], "input": messages[1:]})
+
+
+def as_messages(messages: list[dict[str, Any]]) -> ApiBody:
+    turns = [one | {"role": one["role"].replace("developer", "system")} for one in messages[1:]]
+    return parse(MessagesBody, {"system": messages[0]["content"], "messages": turns})
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_without_content_is_left_out(role: str) -> None:
+    empty, hello = {"role": role, "content": None}, {"role": "user", "content": "Hello"}
+    expected = chat().tokens
+    for messages in ([empty, hello], [{"role": role}, hello], [hello, empty]):
+        turns = [one | {"role": one["role"].replace("developer", "system")} for one in messages]
+        items = [{"type": "message", **one} for one in messages]
+        for body in (
+            parse(ChatBody, {"messages": messages}),
+            parse_responses({"instructions": None, "input": messages}),
+            parse_responses({"input": items}),
+            parse(MessagesBody, {"system": None, "messages": turns}),
+        ):
+            assert chat_prompt(body, chat_tokenizer()).tokens == expected
+    with pytest.raises(ApiError, match="no text"):
+        parse(ChatBody, {"messages": [empty]})
+
+
+PARAMS = [
+    pytest.param(kind, template, id=name)
+    for kind in ("STAYS", "FIRST", "NONE")
+    for name, template in getattr(system_templates, kind).items()
+]
+
+
+@pytest.mark.parametrize(("kind", "template"), PARAMS)
+def test_a_system_message_has_one_place_in_all_three_apis(kind: str, template: str) -> None:
+    tokenizer = chat_tokenizer(template=template)
+    messages = [
+        *({"role": "system", "content": "a"}, {"role": "developer", "content": "b"}),
+        *({"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}),
+        *({"role": "developer", "content": "e"}, {"role": "user", "content": "f"}),
+    ]
+    later = "<user><system-reminder>\ne\n</system-reminder>\n\nf"
+    expected = {
+        "STAYS": "<system>a<system>b<user>c<assistant>d<system>e<user>f",
+        "FIRST": f"<system>a\n\nb<user>c<assistant>d{later}",
+        "NONE": f"<user>a\n\nb\n\nc<assistant>d{later}",
+    }
+    for read in (as_chat, as_responses, as_messages):
+        prompt = chat_prompt(read(messages), tokenizer)
+        assert text_of(prompt, tokenizer) == expected[kind]
 
 
 def test_a_published_tokenizer_gives_the_tokens_of_its_template(mistral: TokenizerWrapper) -> None:

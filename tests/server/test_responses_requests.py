@@ -150,10 +150,11 @@ def test_a_text_is_a_message_of_the_user() -> None:
 def test_what_codex_sends_is_a_chat() -> None:
     request = parsed(CODEX)
     assert [message["role"] for message in request.conversation] == [
-        *("system", "user", "assistant", "tool", "tool", "tool")
+        *("system", "system", "user", "assistant", "tool", "tool", "tool")
     ]
-    system, user, answer, *results = request.conversation
-    assert system["content"] == "You are an agent.\n\nThere are no skills."
+    instructions, skills, user, answer, *results = request.conversation
+    assert instructions["content"] == "You are an agent."
+    assert skills["content"] == "There are no skills."
     assert user["content"] == "<environment_context></environment_context>\n\nGo on"
     assert (answer["reasoning_content"], answer["content"]) == ("Hm.", "I look.")
     assert [(call["id"], call["function"]) for call in answer["tool_calls"]] == [

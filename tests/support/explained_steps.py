@@ -51,4 +51,4 @@ def lookahead_step() -> RecordedStep:
 def explained(*steps: RecordedStep, text_of: TextOf = letters) -> Iterator[RenderableType]:
     """Steps after the prompt "Say a", as they are drawn."""
     prompt = [ord(letter) for letter in "Say a"]
-    return drawn(steps, 0, len(steps), prompt, text_of)
+    return drawn(steps, range(len(steps)), prompt, text_of)

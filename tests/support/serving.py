@@ -18,7 +18,7 @@ from mlxspec.engine.params import CacheOptions
 from mlxspec.server.app import create_app
 from mlxspec.server.catalog import Catalog, Entry
 from mlxspec.server.connections import HttpServer
-from mlxspec.server.memory import ServerMemory
+from mlxspec.server.memory_budget import ServerMemory
 from mlxspec.server.served_model import Need, ServedModel
 from mlxspec.server.worker import Worker
 from tests.support.chat_tokenizer import CHATML, chat_tokenizer, with_tools

@@ -25,7 +25,7 @@ from ...jsonl import conversation_of, load_json
 from ...models.model_files import find_directory, local_path
 from ...terminal import TokenPrinter, one_line, visible
 from ..common.api_client import RemoteModel
-from ..common.generation import FORMS, Generation, generation_options
+from ..common.generation import FORMS, GenerationSettings, generation_options
 from ..common.model_choice import (
     known_names,
     model_argument,
@@ -65,7 +65,7 @@ _output = partial(option, group="Output")
 @_output("--markdown", "At a terminal: render answers as Markdown, without the colours of drafts.")
 @_output("--no-history", "Do not keep typed messages for the next chat.")
 def chat_command(
-    generation: Generation,
+    generation: GenerationSettings,
     system_prompt: str | None,
     chat_template_config: Mapping[str, Any] | None,
     load: Path | None,
@@ -93,7 +93,7 @@ def chat_command(
     saved = read_chat(load) if load else None
     console, template = error_console(color), chat_template_config or {}
     with leading() as leader, ExitStack() as during:
-        keeps = not (generation.drafting.no_memory or server)
+        keeps = not (generation.drafting.no_saved_answers or server)
         memories = during.enter_context(Memories(keeps))
         model: LocalModel | RemoteModel
         if server is None:
@@ -132,7 +132,7 @@ class Chat:
     """
 
     model: LocalModel | RemoteModel
-    generation: Generation
+    generation: GenerationSettings
     console: Console
     printer: Callable[[], TokenPrinter | MarkdownPrinter] = TokenPrinter
     interactive: bool = True
@@ -462,8 +462,8 @@ class LocalModel:
         MlxspecError: the model cannot be loaded, or has no chat template.
     """
 
-    first: Generation
-    load: Callable[[Generation], Decoder]
+    first: GenerationSettings
+    load: Callable[[GenerationSettings], Decoder]
     template_arguments: Mapping[str, Any]
 
     def __post_init__(self) -> None:
@@ -481,7 +481,7 @@ class LocalModel:
         return conversation_ids(self.decoder.tokenizer, messages, self.template_arguments)
 
     def stream(
-        self, generation: Generation, tokens: Sequence[int], on_progress: Progress
+        self, generation: GenerationSettings, tokens: Sequence[int], on_progress: Progress
     ) -> Generator[GenerationResponse, None, None]:
         """Generate an answer.
 

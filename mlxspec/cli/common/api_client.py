@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ...engine.params import CacheOptions
 from ...errors import OptionError, PromptError
 from ...models.model_files import given_name
-from .generation import API_KEY, DraftingOptions, Generation, room_for, without_first_space
+from .generation import API_KEY, DraftingOptions, GenerationSettings, room_for, without_first_space
 
 if TYPE_CHECKING:
     from ...generation.response import GenerationResponse
@@ -131,7 +131,7 @@ class RemoteModel:
     """
 
     def __init__(
-        self, address: str, generation: Generation, template_arguments: Mapping[str, Any]
+        self, address: str, generation: GenerationSettings, template_arguments: Mapping[str, Any]
     ) -> None:
         kept, least = generation.adapter_path, generation.sampling.min_tokens_to_keep
         if (generation.drafting, generation.caches, kept, least) != _ONLY_LOCAL:
@@ -165,7 +165,7 @@ class RemoteModel:
         return [*self._client.ask("/v1/tokenize", body)["tokens"]]
 
     def stream(
-        self, generation: Generation, tokens: Sequence[int], on_progress: object
+        self, generation: GenerationSettings, tokens: Sequence[int], on_progress: object
     ) -> Generator[GenerationResponse, None, None]:
         """Generate an answer, and yield responses, which may have several tokens each.
 

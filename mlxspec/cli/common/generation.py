@@ -1,7 +1,7 @@
 """Options that the generating commands share, and the code that loads a model and generates.
 
-A command with the options of :class:`Generation` gets an instance of it, which has already checked
-everything that needs no model. The instance then loads the model and generates with it.
+A command with the options of :class:`GenerationSettings` gets an instance of it, which has already
+checked everything that needs no model. The instance then loads the model and generates with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .options import (
     HEAD,
     NAME,
     NO_HEAD,
-    NO_MEMORY,
+    NO_SAVED_ANSWERS,
     Decorator,
     all_of,
     check_one,
@@ -57,8 +57,8 @@ API_KEY = "MLXSPEC_API_KEY"
 _DECODERS = ("auto", "prompt-lookup", "lookahead", "plain")
 # Options of one decoder only. If such an option is given, that decoder is the default.
 _auto = partial(option_field, of="auto")
-_lookup = partial(option_field, of="prompt-lookup")
-_lookahead = partial(option_field, of="lookahead")
+_lookup = partial(option_field, of="prompt-lookup", group="With --decoder prompt-lookup")
+_lookahead = partial(option_field, of="lookahead", group="With --decoder lookahead")
 
 
 class _WindowSize(click.types.IntParamType):
@@ -85,9 +85,6 @@ class DraftingOptions:
         "[default: auto, or the decoder that the given options need]",
         type=click.Choice(_DECODERS),
     )
-    store: str | None = _auto(
-        "--store FILE", "With auto: also draft from a store made by 'mlxspec store'.", type=NAME
-    )
     drafter: str | None = _auto(
         DRAFTER, "With auto: also draft with your own class where that pays."
     )
@@ -102,7 +99,7 @@ class DraftingOptions:
     )
     head: str | None = _auto(*HEAD, type=MODEL)
     no_head: bool = option_field(*NO_HEAD, default=False)
-    no_memory: bool = option_field(*NO_MEMORY, default=False)
+    no_saved_answers: bool = option_field(*NO_SAVED_ANSWERS, default=False)
     n_draft: int | None = _lookup(
         "--n-draft --prompt-lookup-num-tokens N",
         "Draft at most N tokens per step; 0 is plain decoding.  [default: 10]",
@@ -117,19 +114,19 @@ class DraftingOptions:
     )
     window_size: int | None = _lookahead(
         "-W --window-size --WINDOW_SIZE W",
-        "Lookahead: columns of the window; 0 uses no window.  [default: 7]",
+        "Columns of the window; 0 uses no window.  [default: 7]",
         type=_WindowSize(),
     )
     ngram_size: int | None = _lookahead(
-        "-N --ngram-size --LEVEL N", "Lookahead: length of the n-grams.  [default: 5]"
+        "-N --ngram-size --LEVEL N", "Length of the n-grams.  [default: 5]"
     )
     guess_set_size: int | None = _lookahead(
         "-G --guess-set-size --GUESS_SET_SIZE G",
-        "Lookahead: n-grams to keep per token; -1 means 64.  [default: 7]",
+        "N-grams to keep per token; -1 means 64.  [default: 7]",
     )
     pool_from_prompt: bool | None = _lookahead(
         "--pool-from-prompt/--no-pool-from-prompt --POOL_FROM_PROMPT",
-        "Lookahead: start with the prompt's n-grams.  [default: yes]",
+        "Start with the prompt's n-grams.  [default: yes]",
     )
 
     def __post_init__(self) -> None:
@@ -181,7 +178,7 @@ _model = partial(option_field, group="Model and prompt")
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationSettings:
     """The options of a generation.
 
     A command declares ``--model`` and ``--max-tokens`` itself.
@@ -233,17 +230,17 @@ class Generation:
             return Constraint.grammar(read_text("--grammar", self.grammar))
         return None if self.regex is None else Constraint.regex(self.regex)
 
-    def for_model(self, model: str, is_named: bool) -> Generation:
+    def for_model(self, model: str, is_named: bool) -> GenerationSettings:
         """The options for a model.
 
         Args:
             model: its name.
             is_named: whether the options were given for this model. If not, its options have no
-                adapters, head, draft model or store.
+                adapters, head or draft model.
         """
         if is_named:
             return replace(self, model=model)
-        drafting = replace(self.drafting, head=None, draft_model=None, store=None)
+        drafting = replace(self.drafting, head=None, draft_model=None)
         return replace(self, model=model, drafting=drafting, adapter_path=None)
 
     def load(
@@ -261,8 +258,7 @@ class Generation:
             leader: splits the model over its ranks; None for one process.
             on_read: as for :func:`.models.model.evaluate`.
         """
-        from ...corpus.memory import Memory
-        from ...corpus.store import Store
+        from ...corpus.answer_index import AnswerIndex
         from ...drafting.drafter import load_drafter
         from ...engine.draft_model import DraftModelDrafter, check_vocabularies
         from ...generation.drafting import Auto
@@ -295,9 +291,8 @@ class Generation:
         if drafting.fixed:
             drafts_from = drafting.fixed
         else:
-            store = None if drafting.store is None else Store(drafting.store, tokenizer)
-            memory = memories.of(tokenizer, name) or Memory()
-            drafts_from = Auto(memory, store, extra, head=head)
+            memory = memories.of(tokenizer, name) or AnswerIndex()
+            drafts_from = Auto(memory, extra, head=head)
         decoder = mlxspec.Decoder(model, tokenizer, drafts_from)
         decoder.keeps_experience = memories.keeps
         if draft_model is not None:
@@ -386,12 +381,12 @@ class Generation:
 
 
 def generation_options(leave_out: Collection[str] = ()) -> Decorator:
-    """The options of :class:`Generation`; a command gets it as ``generation``."""
+    """The options of :class:`GenerationSettings`; a command gets it as ``generation``."""
     return all_of(
         options_of(DraftingOptions, "drafting", "Drafting"),
         options_of(SamplingParams, "sampling", "Sampling"),
         options_of(CacheOptions, "caches", "Memory"),
-        options_of(Generation, "generation", leave_out=leave_out),
+        options_of(GenerationSettings, "generation", leave_out=leave_out),
     )
 
 

@@ -27,12 +27,44 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 ARGUMENTS = "Arguments"
 """The heading of arguments, and of options that replace them."""
 
+_MOST = 20  # options that --help shows in full
+_SHOWS_ALL = "mlxspec.shows_all"  # in the meta data of a context
+
+# fmt: off
+_USUAL = frozenset([
+    "--model", "--prompt", "--prompt-file", "--prompts", "--max-tokens", "--system-prompt",
+    "--decoder", "--temp", "--top-p", "--seed", "--json-schema", "--quiet", "--compare", "--json",
+    "--load", "--server", "--markdown", "--no-history", "--models", "--keep-alive", "--host",
+    "--port", "--api-key-file", "--concurrency", "--memory-limit", "--cache-dir", "--steps",
+    "--skip", "--html",
+])
+# fmt: on
+"""The options that ``--help`` shows of a command with more than _MOST; --help-all shows all."""
+
+
+def _show_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[_SHOWS_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
+_HELP_ALL = click.Option(
+    ["--help-all"],
+    help="Show all options and exit.",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_all,
+)
+
 
 class Command(click.Command):
     """A command whose help has a section for each group of options.
 
-    The section of arguments is the first, that of ``--help`` the last. The docstring's examples and
-    the text after them follow. Errors are printed on one line: see :func:`.common.notes.reported`.
+    The section of arguments is the first, that of ``--help`` the last. A command with many options
+    shows the usual ones, and all of them with ``--help-all``. The docstring's examples and the text
+    after them follow. Errors are printed on one line: see :func:`.common.notes.reported`.
     """
 
     def __init__(self, name: str, help: str, **more: Any) -> None:
@@ -56,15 +88,24 @@ class Command(click.Command):
             _check_needs(ctx)
             return super().invoke(ctx)
 
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The options and arguments, with those that show the help."""
+        params = super().get_params(ctx)
+        return [*params, _HELP_ALL] if len(self.params) > _MOST else params
+
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write nothing: :meth:`format_options` writes the arguments, next to ``--model``."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the sections in the order in which their first options were declared."""
         sections: dict[str | None, list[tuple[str, str]]] = {ARGUMENTS: []}
-        for param in self.get_params(ctx):
+        params = self.get_params(ctx)
+        shows_all = _HELP_ALL not in params or _SHOWS_ALL in ctx.meta
+        for param in params:
             is_argument = isinstance(param, click.Argument)
             group = ARGUMENTS if is_argument else getattr(param, "group", None)
+            if not (shows_all or group in (ARGUMENTS, None) or _USUAL.intersection(param.opts)):
+                continue
             if record := param.get_help_record(ctx):
                 sections.setdefault(group, []).append(record)
         ungrouped = "Help" if len(sections) > 2 else "Options"
@@ -292,8 +333,8 @@ HEAD = (
     "[default: the head that comes with the model, if any]",
 )
 NO_HEAD = "--no-head", "Do not use the trained head that comes with the model."
-NO_MEMORY = (
-    "--no-memory",
+NO_SAVED_ANSWERS = (
+    "--no-saved-answers",
     "Neither draft from nor add to the answers that 'mlxspec memory on' keeps.",
 )
 

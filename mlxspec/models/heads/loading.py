@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import LoadError, printable
-from ..model import OnRead, check_scales, evaluate, find_adapters, load, reason, widen
+from ..model import OnRead, check_scales, evaluate, find_adapters, load_parts, reason, widen
 from ..model_files import (
     BESIDE,
     WEIGHTS,
@@ -199,14 +199,12 @@ def load_with_head(
         LoadError: the model or the head cannot be used. A wrong path of a head or of adapters is
             refused before the model is downloaded.
     """
-    if adapter_path is not None:
-        find_adapters(adapter_path)
+    adapters = None if adapter_path is None else find_adapters(adapter_path)
     if isinstance(head, str | Path):
         head = head_directory(head)
         find_head(head)
     directory = find_directory(path_or_repo, None)
-    model, tokenizer = load(directory, adapter_path=adapter_path, lazy=True)
-    evaluate(model, directory, on_read)
+    model, tokenizer, _ = load_parts(directory, adapters=adapters, on_read=on_read)
     return model, tokenizer, head_for(model, head, directory)
 
 

@@ -1,10 +1,9 @@
-"""The memory of earlier answers, from which all generations of a process draft.
+"""The memory of earlier answers and added texts, from which all generations of a process draft.
 
-The answers are rows of a database (:mod:`answers`). Look-ups search two indexes of these rows: a
-suffix index of the newest answers, and a suffix array of all others, the segment. When there are
-many new answers, they are sorted and merged into the segment. For kept answers, the segment is a
-file next to the database. It is rebuilt from the rows after an answer was deleted, or if the file
-is missing.
+The texts are rows of a database (:mod:`answers`). Look-ups search two indexes of these rows: a
+suffix index of the newest ones, and a suffix array of all others, the segment. When there are many
+new rows, they are sorted and merged into the segment. For kept answers, the segment is a file next
+to the database. It is rebuilt from the rows after one was deleted, or if the file is missing.
 """
 
 from __future__ import annotations
@@ -30,7 +29,14 @@ import numpy as np
 
 from ..errors import FileError, OptionError
 from ..files import replaced
-from .answers import INDEX_FORMAT, KEPT_TOKENS, KeptAnswers, TokenizerIdentity, identify
+from .answers import (
+    INDEX_FORMAT,
+    KEPT_TOKENS,
+    KeptAnswers,
+    TokenizerIdentity,
+    errors_of,
+    identify,
+)
 from .suffix_index import (
     EXCERPT_TOKENS,
     MAX_VOCABULARY,
@@ -67,8 +73,8 @@ _EXIT_SECONDS = 5.0  # the longest wait for the thread when the process ends
 _IN_MEMORY = TokenizerIdentity("any", MAX_VOCABULARY, b"")
 
 
-class Memory:
-    """Earlier answers, in which the end of a context is looked up.
+class AnswerIndex:
+    """Earlier answers and added texts, in which the end of a context is looked up.
 
     The memory's own thread adds and sorts answers. Look-ups and additions never block, and may be
     made in any thread, even by a finaliser that interrupts a method of the memory.
@@ -79,8 +85,8 @@ class Memory:
     drops the answers that were given longest ago.
 
     Args:
-        max_tokens: how many tokens to remember, 0 for none. The default is KEPT_TOKENS with
-            ``kept``, and MAX_TOKENS without.
+        max_tokens: how many tokens of answers to remember, 0 for none. The default is KEPT_TOKENS
+            with ``kept``, and MAX_TOKENS without.
         kept: the database that keeps the answers, which the memory closes. Without one, answers are
             lost when the process ends.
 
@@ -112,7 +118,7 @@ class Memory:
         tokenizer: Any,
         *,
         max_tokens: int = KEPT_TOKENS,
-    ) -> Memory:
+    ) -> AnswerIndex:
         """A memory on disk, which several processes may open at once.
 
         Args:
@@ -200,7 +206,7 @@ class Memory:
             self._thread.join(_EXIT_SECONDS)
 
 
-_open: weakref.WeakSet[Memory] = weakref.WeakSet()
+_open: weakref.WeakSet[AnswerIndex] = weakref.WeakSet()
 
 
 @atexit.register
@@ -240,8 +246,9 @@ class _MemoryWorker:
     def _handle(self, request: Callable[[], object]) -> None:
         """Handle a request; if the disk fails, keep answers only in memory from then on."""
         try:
-            request()
-        except (OSError, FileError) as error:
+            with errors_of(self._answers.directory):
+                request()
+        except FileError as error:
             _log.warning("%s; answers are only remembered until this process ends", error)
             self._answers.close()
             self._answers = KeptAnswers(None, self._answers.identity)
@@ -265,6 +272,7 @@ class _MemoryWorker:
     def _publish(self, segment: SuffixArray) -> None:
         """Let other threads search the sorted answers and a new, empty index of the newest ones."""
         self._segment, self._last = segment, int(segment.header.get("last", 0))
+        self._added = int(segment.header.get("added", 0))  # tokens of added texts
         self._live, self._live_texts = SuffixIndex(), list[bytes]()
         self.searched: tuple[SuffixIndex | SuffixArray, ...] = (self._live, segment)
 
@@ -292,7 +300,7 @@ class _MemoryWorker:
                 if self._answers.stamp() != self._stamp:
                     self._start_over()
                 self._index_new()
-                room = self._max_tokens - self._most_live - len(self._segment.tokens)
+                room = self._max_tokens + self._added - self._most_live - len(self._segment.tokens)
                 if room >= 0 or not self._answers.evict(self._max_tokens * 3 // 4):
                     return
             except (IndexError, ValueError):  # rows were deleted, or the file is damaged
@@ -303,8 +311,9 @@ class _MemoryWorker:
     def _index_new(self) -> None:
         """Index the new rows among the newest answers, or sort them if there are too many."""
         added = array("i")
-        for row, tokens, _ in self._answers.read(self._last):
+        for row, tokens, _, name in self._answers.read(self._last):
             self._last = row
+            self._added += 0 if name is None else len(tokens) + 1
             added.extend(self._prompts.get(row, ()))
             added.frombytes(tokens.tobytes())
             added.append(SEPARATOR)
@@ -332,7 +341,8 @@ class _MemoryWorker:
         if not old.is_intact():
             raise ValueError("damaged")
         tokens = chain(np.array_split(old.tokens, len(old.tokens) // _PIECE + 1), [new.tokens])
-        header = {"format": INDEX_FORMAT, "stamp": self._stamp, "last": self._last}
+        header = {"format": INDEX_FORMAT, "stamp": self._stamp}
+        header |= {"last": self._last, "added": self._added}
         path = self._answers.index_file
         with suppress(CancelledError):
             if path is None:

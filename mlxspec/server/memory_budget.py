@@ -133,7 +133,9 @@ class ServerMemory:
     def max_tokens_for(
         self, served: ServedModel, n_prompt: int, body: ApiBody, default: int
     ) -> int:
-        """The most tokens of an answer: the requested number, or as many as fit.
+        """The most tokens of an answer: the requested number, or as many as fit if those are fewer.
+
+        Clients ask for what the largest models can write.
 
         Args:
             served: the model.
@@ -142,26 +144,21 @@ class ServerMemory:
             default: the number for a body that requests none.
 
         Raises:
-            ApiError: 400, prompt and answer exceed the context; 413, their caches would not fit
-                into memory even if no other request ran.
+            ApiError: 400, the prompt fills the context; 413, its caches would not fit into memory
+                even if no other request ran.
         """
         longest, needs = served.context_length or math.inf, served.memory.needs
-        cuts = body.max_tokens is None or body.cuts_max_tokens
-        wanted = body.max_tokens or default
-        answer = 0 if cuts else wanted
-        if n_prompt + max(1, answer) > longest:
+        if n_prompt >= longest:
             raise ApiError(
                 # Claude Code parses both numbers to shorten the conversation.
-                f"the prompt is too long: {n_prompt} tokens > {max(0, longest - answer)}, since "
-                f"the model's context has {longest} and the answer may have {answer}: shorten the "
-                "prompt or ask for fewer tokens",
+                f"the prompt is too long: {n_prompt} tokens > {longest - 1}, since the model's "
+                f"context has {longest} and an answer needs at least one: shorten the prompt",
                 param=body.param,
                 code="context_length_exceeded",
             )
-        if cuts:
-            wanted = int(min(wanted, longest - n_prompt))
-            while wanted > 1 and not self.ever_fits(needs(n_prompt + wanted)):
-                wanted //= 2
+        wanted = int(min(body.max_tokens or default, longest - n_prompt))
+        while wanted > 1 and not self.ever_fits(needs(n_prompt + wanted)):
+            wanted //= 2
         need = needs(n_prompt + wanted)
         if not self.ever_fits(need):
             raise self.refusal(n_prompt, wanted, need)
@@ -249,6 +246,6 @@ class ServerMemory:
 
 
 def in_words(nbytes: int) -> str:
-    """A readable size in the units of ``--memory``, rounded down."""
+    """A readable size in the units of ``--memory-limit``, rounded down."""
     mebibytes = nbytes >> 20
     return f"{mebibytes / 1024:,.1f} GiB" if mebibytes >= 10_000 else f"{mebibytes:,} MiB"

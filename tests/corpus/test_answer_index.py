@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.corpus import memory
-from mlxspec.corpus.memory import Memory
+from mlxspec.corpus import answer_index
+from mlxspec.corpus.answer_index import AnswerIndex
 from mlxspec.corpus.suffix_index import SuffixArray, split_texts
 from mlxspec.errors import OptionError
 from tests.corpus.test_suffix_array import scan
@@ -29,18 +29,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_small(patch: pytest.MonkeyPatch, live: int = 40) -> None:
-    patch.setattr(memory, "LIVE_TOKENS", live)
+    patch.setattr(answer_index, "LIVE_TOKENS", live)
 
 
-def holding(answers: list[list[int]], max_tokens: int = 1 << 20) -> Memory:
-    held = Memory(max_tokens)
+def holding(answers: list[list[int]], max_tokens: int = 1 << 20) -> AnswerIndex:
+    held = AnswerIndex(max_tokens)
     for answer in answers:
         held.add(answer)
     held.settle()
     return held
 
 
-def texts_of(held: Memory) -> list[list[int]]:
+def texts_of(held: AnswerIndex) -> list[list[int]]:
     """All texts, the oldest first."""
     texts = [*split_texts(held._worker._segment.tokens), *held._worker._live_texts]
     return [np.frombuffer(text, np.int32).tolist() for text in texts]
@@ -54,7 +54,7 @@ def followed(answers: list[list[int]], tail: list[int]) -> list[tuple[int, list[
     return sorted(found, key=lambda entry: -entry[0])
 
 
-def looked_up(held: Memory, tail: list[int], limit: int = 8) -> list[tuple[int, list[int]]]:
+def looked_up(held: AnswerIndex, tail: list[int], limit: int = 8) -> list[tuple[int, list[int]]]:
     tokens, occurrences = held.look_up(tail, limit)
     assert len(occurrences) <= limit
     excerpts = []
@@ -98,7 +98,7 @@ def test_what_followed_is_copied_as_far_as_asked_and_not_into_the_next_answer():
 
 
 def test_what_is_no_token_ids_is_refused_and_the_memory_goes_on():
-    with closing(Memory()) as held:
+    with closing(AnswerIndex()) as held:
         for answer, prompt in (["a"], []), ([1.5], []), ([1], ["b"]), (5, []):
             with pytest.raises(TypeError):
                 held.add(answer, prompt=prompt)
@@ -108,7 +108,7 @@ def test_what_is_no_token_ids_is_refused_and_the_memory_goes_on():
 
 
 def test_the_opening_of_an_answer_is_found_by_the_end_of_its_prompt():
-    held = Memory()
+    held = AnswerIndex()
     held.add([21, 22, 23], prompt=[*range(1, 13)])
     held.add([31, 32, 33], prompt=[9, 10])
     held.add([41, 42, 43])
@@ -123,7 +123,7 @@ def test_the_opening_of_an_answer_is_found_by_the_end_of_its_prompt():
 
 @pytest.mark.usefixtures("small")
 def test_sorted_answers_have_lost_their_prompts():
-    held = Memory()
+    held = AnswerIndex()
     for first in range(0, 300, 10):
         held.add([*range(first, first + 10)], prompt=[1000, 1001, 1002])
     held.settle()
@@ -135,7 +135,7 @@ def test_sorted_answers_have_lost_their_prompts():
 
 @pytest.mark.usefixtures("small")
 def test_equal_answers_are_kept_once_with_what_all_of_them_earned():
-    held = Memory()
+    held = AnswerIndex()
     pick = random.Random(0)
     answers = [[pick.randrange(50) for _ in range(20)] for _ in range(30)]
     given = [pick.choice(answers) for _ in range(300)]
@@ -154,7 +154,7 @@ def test_equal_answers_are_kept_once_with_what_all_of_them_earned():
 def test_a_memory_holds_no_more_than_it_may(answers: list[list[int]], live: int, max_tokens: int):
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch, live)
-        held = Memory(max_tokens)
+        held = AnswerIndex(max_tokens)
         for answer in answers:
             held.add(answer)
             held.settle()
@@ -168,7 +168,7 @@ def test_of_one_day_and_even_of_one_second_what_was_learned_first_goes_first(
 ):
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch, live)
-        held = Memory(max_tokens)
+        held = AnswerIndex(max_tokens)
         answers = [[number] * min(length, max_tokens // 2) for number, length in enumerate(lengths)]
         for answer in answers:
             held.add(answer)
@@ -196,7 +196,7 @@ def test_a_memory_of_nothing_remembers_nothing():
 @pytest.mark.parametrize("max_tokens", [-1, 1.5, "many"])
 def test_a_size_that_is_none_is_one_line(max_tokens: Any):
     with pytest.raises(OptionError, match=f"^max_tokens is {max_tokens!r}: give a whole number"):
-        Memory(max_tokens)
+        AnswerIndex(max_tokens)
 
 
 def test_ids_that_are_no_tokens_divide_an_answer():
@@ -206,7 +206,7 @@ def test_ids_that_are_no_tokens_divide_an_answer():
 
 @pytest.mark.usefixtures("small")
 def test_threads_add_and_look_up_at_once():
-    held = Memory()
+    held = AnswerIndex()
 
     def work(number: int) -> None:
         pick = random.Random(number)
@@ -228,7 +228,7 @@ def test_threads_add_and_look_up_at_once():
 
 @pytest.mark.usefixtures("small")
 def test_a_finaliser_may_add_anywhere():
-    held = Memory()
+    held = AnswerIndex()
 
     class KeptAnswer:
         def __init__(self) -> None:
@@ -263,7 +263,7 @@ def test_a_memory_that_is_not_used_any_more_ends_its_thread():
 
 
 def test_what_is_added_to_a_closed_memory_goes():
-    memory = Memory()
+    memory = AnswerIndex()
     memory.add([1, 2, 3])
     memory.close()
     memory.add([4, 5, 6])
@@ -283,7 +283,7 @@ def test_a_look_up_does_not_wait_for_sorting(monkeypatch: pytest.MonkeyPatch):
     make_small(monkeypatch)
     sorted_texts = SuffixArray.of
     monkeypatch.setattr(SuffixArray, "of", slow)
-    held = Memory()
+    held = AnswerIndex()
     held.add([1, 2, 3])
     held.settle()
     held.add([4] * 100)
