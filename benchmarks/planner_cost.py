@@ -30,7 +30,7 @@ _OUTPUT = 10_000  # tokens decoded after the context
 _CONTEXTS = (2_000, 32_000, 100_000)
 _CHIPS = ("M2 Pro", "M4 Pro", "M3 Ultra", "H200-like")
 _PLAIN_STEP = 0.02  # seconds
-_MEDIAN, _MOST = 350, 700  # µs that a drafted step may take, the latter in 99 of 100
+_MEDIAN, _MOST = 150, 400  # µs that a drafted step may take, the latter in 99 of 100
 
 
 def main() -> None:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
 from ..drafting.acceptance import TokenClasses
+from ..drafting.candidates import Candidates
 from ..drafting.costs import CostCurve, FixedCosts
-from ..drafting.drafter import Drafter, DraftTree, Limits, VerifiedStep, accept
+from ..drafting.drafter import Drafter, DraftTree, VerifiedStep, accept
 from ..drafting.learned import Experience
 from ..drafting.planner import Planner, trees_pay
 from ..drafting.sources import PromptLookupDrafter
@@ -195,18 +196,19 @@ class Hindsight(Drafter):
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._source.begin(prompt)
-        self._done = 0
+        self._last, self._done = prompt[-1], 0
 
     def propose(self, max_depth: int) -> DraftTree:
         following = self.output[self._done : self._done + self.curve.widest]
-        # Improbable candidates stay, since they may turn out to be right.
-        least_p, depth = [0.0] * self.curve.widest, min(max_depth, len(following))
-        limits = Limits(depth, self.curve.widest - 1, self.branching, least_p)
-        everything = self._source.search(limits)
+        depth = min(max_depth, len(following))
+        roots = self._source.search(depth)
+        found = Candidates(self._last, roots, branching=self.branching, max_depth=depth)
+        everything = found.tree(self.curve.widest - 1)
         return everything.first(self._best_n_draft(verify(everything, following).accepted))
 
     def observe(self, step: VerifiedStep) -> None:
         self._source.observe(step)
+        self._last = step.tokens[-1]
         self._done += len(step.tokens)
 
     def end(self) -> None:

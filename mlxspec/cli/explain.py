@@ -105,6 +105,7 @@ def explain_command(
             f"steps {stats.steps}, tokens per step {stats.tokens_per_step:.2f}, "
             f"rows per step {stats.rows / stats.steps:.1f}",
             f"accepted drafts: {accepted_by_origin(recorded) or 'none'}",
+            f"planning: {planning_share(recorded):.1%} of the steps' time",
         )
         note_if_demo(generation.model)
         drawing = drawn(recorded, shown[:steps], tokens, text)
@@ -154,6 +155,12 @@ def accepted_by_origin(steps: Sequence[RecordedStep]) -> str:
         drafted.update(origins[1:])
         accepted.update(origins[node] for node in step.verified.accepted)
     return ", ".join(f"{origin} {accepted[origin]} of {n}" for origin, n in drafted.most_common())
+
+
+def planning_share(steps: Sequence[RecordedStep]) -> float:
+    """The share of the steps' time that planning drafts and learning from steps took."""
+    seconds = sum(step.verified.seconds for step in steps)
+    return sum(step.verified.planning for step in steps) / seconds if seconds else 0.0
 
 
 # --- the drawing ---

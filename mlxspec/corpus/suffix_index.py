@@ -11,7 +11,7 @@ import sys
 import zlib
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from operator import itemgetter
@@ -529,31 +529,42 @@ class Continuation(NamedTuple):
 def continuations(
     text: Sequence[int],
     occurrences: list[Occurrence],
-    path: Sequence[int],
+    depth: int,
+    path: Callable[[], Sequence[int]],
 ) -> list[Continuation]:
     """Group occurrences by the token that comes after a drafted path in each of them.
 
     Args:
         text: the indexed text.
-        occurrences: the occurrences that ``path`` follows, the longest match first.
-        path: draft tokens after the text's end.
+        occurrences: the occurrences that the path follows, the longest match first.
+        depth: the length of the path.
+        path: returns the path, the draft tokens after the text's end; seldom called.
 
     Returns:
         the distinct next tokens, best first: by longest match, then number of occurrences, then
         recency. An occurrence that reaches the text's end continues with the path itself, so that
         repetitions can be drafted to any length.
     """
-    depth, end = len(path), len(text)
+    end = len(text) - depth  # the positions before it are followed by a token of the text
+    if len(occurrences) == 1:  # as in most nodes
+        ((length, position),) = occurrences
+        token = text[position + depth] if position < end else path()[position - end]
+        return [] if token == SEPARATOR else [Continuation(token, length, position, occurrences)]
     groups: dict[int, list[Occurrence]] = {}
     for occurrence in occurrences:
-        at = occurrence.position + depth
-        groups.setdefault(text[at] if at < end else path[at - end], []).append(occurrence)
+        position = occurrence[1]
+        token = text[position + depth] if position < end else path()[position - end]
+        if token in groups:
+            groups[token].append(occurrence)
+        else:
+            groups[token] = [occurrence]
     groups.pop(SEPARATOR, None)
     found = [
-        Continuation(token, group[0].length, max(map(_POSITION, group)), group)
+        Continuation(token, group[0][0], max(map(_POSITION, group)), group)
         for token, group in groups.items()
     ]
-    found.sort(key=lambda one: (one.length, len(one.occurrences), one.newest), reverse=True)
+    if len(found) > 1:
+        found.sort(key=lambda one: (one.length, len(one.occurrences), one.newest), reverse=True)
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import repeat
@@ -172,19 +172,20 @@ class AcceptanceModel:
             limit: the most continuations to estimate.
         """
         occurrences = sum([len(continuation.occurrences) for continuation in found])
-        classes = self._classes
+        classes, output_start = self._classes, self._output_start - depth
         class_before = classes[before] if before < len(classes) else UNKNOWN
+        run = _RUN + 2 * min((self._run + depth).bit_length(), _LONGEST_RUN) + (depth > 0)
+        weight_of = self._corrections[0].get
         estimates: list[Estimate] = []
         for rank, (token, matched, newest, agreed) in enumerate(found[:limit]):
             if rank > 0:
                 weights, form, gap = self._lower_ranked, _LOWER_RANKED, _NO_GAP
             elif len(found) > 1:  # the gap: by how many tokens its match is longer than the next
-                gap = min(found[0].length - found[1].length, _NO_GAP - 1)
+                gap = min(matched - found[1].length, _NO_GAP - 1)
                 weights, form = self._divided, 1
             else:
                 weights, form, gap = self._unanimous, 0, _NO_GAP
             token_class = classes[token] if token < len(classes) else UNKNOWN
-            age = log(end - newest + 1)
             logit = (
                 weights["by_length"][min(matched + depth, _MAX_LENGTH)]
                 + (weights["by_rank"][min(rank, 4)] if rank else weights["by_gap"][gap])
@@ -192,23 +193,78 @@ class AcceptanceModel:
                 + weights["share"] * len(agreed) / occurrences
                 + weights["log_agreeing"] * log(len(agreed))
                 + weights["log_occurrences"] * log(occurrences)
-                + (weights["earlier"] if self._earlier else weights["log_age"] * age)
                 + weights["class"][token_class]
                 + weights["class_before"][class_before]
-                + (0.0 if depth else weights["first"])
             )
-            in_prompt = not self._earlier and newest + depth < self._output_start
+            if self._earlier:
+                logit += weights["earlier"]
+            else:
+                logit += weights["log_age"] * log(end - newest + 1)
+            if depth == 0:
+                logit += weights["first"]
+            in_prompt = not self._earlier and newest < output_start
             features = (
-                _RUN + 2 * min((self._run + depth).bit_length(), _LONGEST_RUN) + (depth > 0),
+                run,
                 _CLASSES + _N_CLASSES * class_before + token_class,
                 _LENGTH + _FORMS * bisect(_LENGTH_BOUNDS, matched) + form,
                 _GAP + gap,
                 _IN_PROMPT + form + _FORMS * in_prompt,
                 TOKEN_FEATURES + token,
             )
-            p_accept = 1 / (1 + exp(-logit - self._corrections[0].logit(features)))
-            estimates.append((min(max(p_accept, _LOWEST), _HIGHEST), logit, features))
+            p_accept = 1 / (1 + exp(-logit - sum(map(weight_of, features, _NOTHING))))
+            if not _LOWEST <= p_accept <= _HIGHEST:
+                p_accept = min(max(p_accept, _LOWEST), _HIGHEST)
+            estimates.append((p_accept, logit, features))
         return estimates
+
+    def unanimous(self, begin: Continuation, end: int) -> Callable[[int, int, int], float]:
+        """What :meth:`estimate` says of tokens on which all occurrences of a continuation agree.
+
+        Args:
+            begin: the continuation.
+            end: the length of the indexed text.
+
+        Returns:
+            a function that returns the p_accept of a token, given the token before it and that
+            one's depth, at least 1.
+        """
+        weights, classes, weight_of = self._unanimous, self._classes, self._corrections[0].get
+        by_length, of_class = weights["by_length"], weights["class"]
+        of_class_before = weights["class_before"]
+        _, matched, newest, agreed = begin
+        logit = (
+            weights["by_gap"][_NO_GAP]
+            + weights["hit_rate"] * self._logit_hit_rate
+            + weights["share"]
+            + (weights["log_agreeing"] + weights["log_occurrences"]) * log(len(agreed))
+            + weight_of(_LENGTH + _FORMS * bisect(_LENGTH_BOUNDS, matched), 0.0)
+            + weight_of(_GAP + _NO_GAP, 0.0)
+        )
+        if self._earlier:
+            logit += weights["earlier"]
+        else:
+            logit += weights["log_age"] * log(end - newest + 1)
+        first_in_output = 0 if self._earlier else self._output_start - newest
+        right, known = self._run, len(classes)
+
+        def p_accept(token: int, before: int, depth: int) -> float:
+            token_class = classes[token] if token < known else UNKNOWN
+            class_before = classes[before] if before < known else UNKNOWN
+            length, run = matched + depth, (right + depth).bit_length()
+            total = (
+                logit
+                + by_length[length if length < _MAX_LENGTH else _MAX_LENGTH]
+                + of_class[token_class]
+                + of_class_before[class_before]
+                + weight_of(_RUN + 2 * (run if run < _LONGEST_RUN else _LONGEST_RUN) + 1, 0.0)
+                + weight_of(_CLASSES + _N_CLASSES * class_before + token_class, 0.0)
+                + weight_of(_IN_PROMPT + (_FORMS if depth < first_in_output else 0), 0.0)
+                + weight_of(TOKEN_FEATURES + token, 0.0)
+            )
+            p = 1 / (1 + exp(-total))
+            return _LOWEST if p < _LOWEST else _HIGHEST if p > _HIGHEST else p
+
+        return p_accept
 
     def learn(self, estimates: Sequence[Estimate], right: int | None) -> None:
         """Learn which of a node's continuations was right.

@@ -89,11 +89,13 @@ class FixedCosts:
         sync_overhead: the time that a plain step takes longer than a pipelined one if its forward
             is dispatched only after the last token was read, as a share of the pipelined step.
         wants_plain_steps: whether plain steps should run between drafted ones, to measure them.
+        steps: the number of steps recorded; always 0.
     """
 
     curve: CostCurve
     sync_overhead: float = USUAL_SYNC_OVERHEAD
     wants_plain_steps: bool = False
+    steps: int = 0
 
     @property
     def hopeful(self) -> CostCurve:
@@ -245,9 +247,13 @@ class LiveTimes:
         seconds = _completed([{r: t.seconds for r, t in times.items()} for times in measured])
         # The shared terms, and their covariances: the logarithm of the machine's current speed, the
         # logarithm of the drafted steps' term, and the usual exponent.
-        self._shared = np.array([0.0, 0.0, _USUAL_EXPONENT])
+        self._shared = [0.0, 0.0, _USUAL_EXPONENT]
         drafted = _DRAFTED_VARIANCE + plain**2
-        self._covariance = np.diag([_MACHINE_VARIANCE, drafted, _EXPONENT_VARIANCE])
+        self._covariance = [
+            [_MACHINE_VARIANCE, 0.0, 0.0],
+            [0.0, drafted, 0.0],
+            [0.0, 0.0, _EXPONENT_VARIANCE],
+        ]
         self._plain = _Rows([times[1] for times in seconds], 0.0)
         self._rows = {
             rows: _Rows([times[rows] for times in seconds], _OWN_SHARE * error**2)
@@ -258,6 +264,7 @@ class LiveTimes:
             for rows in _USUAL_ROWS:
                 if rows > self._measured:
                     self._rows[rows] = self._unseen(rows)
+        self._widest = self._rows[max(self._rows)] if self._rows else self._plain
         self._steps_since_doubt, self._widest_since_doubt, self._reach = 0, 1, _FIRST_REACH
         self._doubt, self._beyond = 0.0, WIDEST  # an extra variance, for more rows than ``_beyond``
         # If plain steps scattered so much that T(1) is hardly known, other steps will, too.
@@ -291,7 +298,7 @@ class LiveTimes:
 
         It becomes small only if both plain steps and drafted steps run.
         """
-        return math.sqrt(max(self._covariance[1, 1], 0.0))
+        return math.sqrt(max(self._covariance[1][1], 0.0))
 
     def seconds(self, rows: int, context: int) -> float:
         """The predicted wall time of a step."""
@@ -305,18 +312,19 @@ class LiveTimes:
         if own is None:
             own = self._rows[rows] = self._unseen(rows)
             own.in_curve = self._correction(own)
+        covariance = _plus(self._covariance, _MACHINE_CHANGE, _MACHINE)
         if rows == 1:
-            parts, change = _MACHINE, _PLAIN_STEP_CHANGE
+            parts = _MACHINE
         else:
-            parts, change = np.array([1.0, 1.0, own.power]), _DRAFTED_STEP_CHANGE
+            parts = 1.0, 1.0, own.power
             own.variance += _ROWS_CHANGE
-        expected = math.log(self._time(own, context)) + float(parts @ self._shared) + own.value
+            covariance = _plus(covariance, _DRAFTED_CHANGE, _DRAFTED)
+        expected = math.log(self._time(own, context)) + _dot(parts, self._shared) + own.value
         error = math.log(seconds) - expected
-        covariance = self._covariance + change
         doubt = self._doubt_of(rows)
         # Rounding can make a small variance slightly negative.
         alone = own.variance + doubt + self._noise
-        variance = max(float(parts @ covariance @ parts), 0.0) + alone
+        variance = max(_dot(parts, _times(covariance, parts)), 0.0) + alone
         if own.latest is not None:
             self._learn_noise(error - own.latest)
         own.latest = error
@@ -327,17 +335,17 @@ class LiveTimes:
                 self._covariance = covariance
                 return
             if self._off >= _LASTING:  # no step was as predicted: the machine has changed
-                covariance = covariance + _MACHINE_VARIANCE * np.outer(_MACHINE, _MACHINE)
+                covariance = _plus(covariance, _MACHINE_VARIANCE, _MACHINE)
             elif rows == 1:  # drafted steps were as predicted: only plain steps have changed
-                covariance = covariance + _MACHINE_VARIANCE * np.outer(_PLAIN_ALONE, _PLAIN_ALONE)
+                covariance = _plus(covariance, _MACHINE_VARIANCE, _PLAIN_ALONE)
             else:
                 own.variance += _MACHINE_VARIANCE
             variance += _MACHINE_VARIANCE
         own.off = self._off = 0
         # The error is divided among all terms of the step's time; uncertain terms take most of it.
-        gain, shared = error / variance, covariance @ parts
-        self._shared = self._shared + gain * shared
-        self._covariance = covariance - shared[:, None] * (shared / variance)
+        gain, shared = error / variance, _times(covariance, parts)
+        self._shared = [term + gain * own for term, own in zip(self._shared, shared, strict=True)]
+        self._covariance = _plus(covariance, -1 / variance, shared)
         own.value += own.variance * gain
         settled = (own.variance + doubt) / variance  # the part of both that this step removes
         own.variance -= own.variance * settled
@@ -346,8 +354,10 @@ class LiveTimes:
                 if other_rows > self._beyond:
                     other.value += doubt * gain
             self._doubt -= doubt * settled
-        changes = (abs(self._correction(one) - one.in_curve) for one in self._rows.values())
-        if doubt > 0 or any(change > _NOTICEABLE for change in changes):
+        # All other rows have changed by the shared terms alone.
+        others = (self._correction(one) - one.in_curve for one in (self._plain, self._widest))
+        change = max(map(abs, (*others, self._correction(own) - own.in_curve)))
+        if doubt > 0 or change > _NOTICEABLE:
             self._forget_curves()
 
     def ran(self, rows: int) -> None:
@@ -372,7 +382,7 @@ class LiveTimes:
         Args:
             assumed: whether to include rows that were neither measured nor run.
         """
-        exponent = max(self._covariance[2, 2], 0.0)
+        exponent = max(self._covariance[2][2], 0.0)
         found = {}
         for context in self._contexts:
             plain = self._time(self._plain, context)
@@ -398,7 +408,7 @@ class LiveTimes:
 
     def _correction(self, own: _Rows) -> float:
         """The logarithm of the ratio of a drafted step's time to the measured one."""
-        return float(self._shared[1] + own.value + self._shared[2] * own.power)
+        return self._shared[1] + own.value + self._shared[2] * own.power
 
     def _forget_curves(self) -> None:
         self._curves.clear()
@@ -429,8 +439,9 @@ class LiveTimes:
         """The most by which the logarithm of a cost may plausibly be too high."""
         if rows > self._reach:
             return 0.0
-        parts = np.array([0.0, 1.0, own.power])
-        variance = own.variance + self._doubt_of(rows) + float(parts @ self._covariance @ parts)
+        parts = 0.0, 1.0, own.power
+        shared = _dot(parts, _times(self._covariance, parts))
+        variance = own.variance + self._doubt_of(rows) + shared
         return _HOPE * max(math.sqrt(max(variance, 0.0)) - _USUAL_ERROR, 0.0)
 
     def _doubt_of(self, rows: int) -> float:
@@ -461,11 +472,28 @@ class LiveTimes:
         self._noise = min(max(noise, _LEAST_NOISE), _MOST_NOISE)
 
 
-# The shared terms in the logarithm of a plain step's time, and how they change if only plain steps
-# change.
-_MACHINE, _PLAIN_ALONE = np.array([1.0, 0.0, 0.0]), np.array([1.0, -1.0, 0.0])
-_PLAIN_STEP_CHANGE = np.diag([_MACHINE_CHANGE, 0.0, 0.0])
-_DRAFTED_STEP_CHANGE = np.diag([_MACHINE_CHANGE, _DRAFTED_CHANGE, 0.0])
+# The terms that a plain step has, those that drafted steps have in addition, and how the terms
+# change if only plain steps do.
+_MACHINE, _DRAFTED, _PLAIN_ALONE = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, -1.0, 0.0)
+
+
+# For three numbers, these take a tenth of NumPy's time.
+def _dot(one: Sequence[float], other: Sequence[float]) -> float:
+    return one[0] * other[0] + one[1] * other[1] + one[2] * other[2]
+
+
+def _times(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float]:
+    return [_dot(row, vector) for row in matrix]
+
+
+def _plus(
+    matrix: Sequence[Sequence[float]], factor: float, vector: Sequence[float]
+) -> list[list[float]]:
+    """Add ``factor`` times the outer product of a vector with itself."""
+    return [
+        [value + factor * one * other for value, other in zip(row, vector, strict=True)]
+        for row, one in zip(matrix, vector, strict=True)
+    ]
 
 
 def _rising(costs: Iterable[tuple[float, float]]) -> list[float]:
@@ -534,6 +562,9 @@ class LiveCosts:
 
     Args:
         known: the measured times, as for :class:`LiveTimes`.
+
+    Attributes:
+        steps: the number of steps that this generation, or these sequences, have recorded.
     """
 
     def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
@@ -573,6 +604,7 @@ class LiveCosts:
 
     def _begin_run(self) -> None:
         """Forget the latest steps, since each generation has its own runs of steps."""
+        self.steps = 0
         self._plain_steps = 0  # consecutive ones
         # In the last run of plain steps: the seconds of the step that waited, and of the last
         # pipelined one.
@@ -633,6 +665,7 @@ class LiveCosts:
                 time.
             pipelined: whether its forward was dispatched during the previous step.
         """
+        self.steps += 1
         with self._lock:
             self._record(rows, seconds, pipelined)
             self._live.ran(rows)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -79,8 +79,10 @@ class DraftTree:
         return cls(tuple(builder.tokens), tuple(builder.parents))  # checks the tokens
 
     @classmethod
-    def _of(cls, *parts: Sequence[Any]) -> DraftTree:
-        """A tree of valid parts, without the checks, which take longer than all else."""
+    def of(cls, *parts: Sequence[Any]) -> DraftTree:
+        """A tree of valid tokens, parents, probabilities and origins, without the checks, which
+        take longer than all else.
+        """
         tree = object.__new__(cls)
         names = ("tokens", "parents", "p_reached", "origins")
         vars(tree).update(zip(names, map(tuple, parts), strict=True))
@@ -126,12 +128,6 @@ class DraftTree:
                 return other
         return None
 
-    @property
-    def p_next(self) -> float:
-        """The probability that one of the root's children is the next token."""
-        nodes = zip(self.parents[1:], self.p_reached, strict=True)
-        return sum(p for parent, p in nodes if parent == 0)
-
     def first_chain(self) -> DraftTree:
         """The chain of first children, for a target that verifies only chains."""
         if self.is_chain:
@@ -171,27 +167,9 @@ class DraftTree:
             nodes.append(None if above is None else places.get((above, token)))
         return nodes
 
-    def p_by_depth(self, n_draft: int) -> list[float]:
-        """For each depth, the probability that at least that many tokens are accepted if the first
-        ``n_draft`` nodes are verified.
-        """
-        depths = self.depths[1 : n_draft + 1]
-        p_by_depth = [0.0] * max(depths, default=0)
-        for depth, probability in zip(depths, self.p_reached, strict=False):
-            p_by_depth[depth - 1] += probability
-        return p_by_depth
-
     def first(self, n_draft: int) -> DraftTree:
         """The root and the ``n_draft`` nodes after it."""
         return self if n_draft >= len(self) - 1 else self._renumbered(range(n_draft + 1))
-
-    def best_first(self, max_nodes: int = sys.maxsize) -> DraftTree:
-        """The ``max_nodes`` nodes with the highest ``p_reached``, the likeliest first.
-
-        Nodes with equal ``p_reached`` keep their order, so parents come before children.
-        """
-        order = sorted(range(1, len(self)), key=lambda node: -self.p_reached[node - 1])
-        return self._renumbered([0, *order[:max_nodes]])
 
     def pruned(self, max_depth: int, vocab_size: int) -> DraftTree:
         """Drop nodes deeper than ``max_depth`` or outside the vocabulary, with their subtrees."""
@@ -211,7 +189,7 @@ class DraftTree:
     def _renumbered(self, nodes: Sequence[int]) -> DraftTree:
         """A tree of these nodes in this order: the root first, and parents before children."""
         number = {-1: -1} | {node: place for place, node in enumerate(nodes)}
-        return self._of(
+        return self.of(
             [self.tokens[node] for node in nodes],
             [number[self.parents[node]] for node in nodes],
             [self.p_reached[node - 1] for node in nodes[1:]] if self.p_reached else (),
@@ -264,8 +242,10 @@ class VerifiedStep:
         sequences: the number of sequences that shared the forward.
         seconds: the wall time from the proposal to the commit, plus that of the drafter's
             ``observe`` after the previous step; 0 if not measured.
-        drafting: the part of ``seconds`` in which the drafter used the processor that also runs the
-            forwards; 0 on a GPU.
+        drafting: ``planning`` if the drafter used the processor that also runs the forwards; 0 on a
+            GPU.
+        planning: the seconds that the drafter took to propose this step's draft and to learn from
+            the previous step; of a joint plan, the sequence's share.
         pipelined: whether the previous step dispatched this step's forward.
         ahead: whether this step dispatched the next step's forward.
         context: the number of the context's positions, including ``tokens``.
@@ -282,6 +262,7 @@ class VerifiedStep:
     sequences: int = 1
     seconds: float = 0.0
     drafting: float = 0.0
+    planning: float = 0.0
     pipelined: bool = False
     ahead: bool = False
     context: int = 0
@@ -291,24 +272,6 @@ class VerifiedStep:
     def drafted(self) -> int:
         """The number of draft tokens that were verified."""
         return len(self.tree) - 1
-
-
-class Limits(NamedTuple):
-    """The limits of the candidates that a planner requests from a source.
-
-    Attributes:
-        max_depth: the greatest depth.
-        nodes: the most nodes, not counting the root.
-        branching: whether a node may have several children.
-        least_p: after the first n nodes, a node whose probability is less than ``least_p[n]`` never
-            pays, even if a plain step's time is worth only one token; see
-            :attr:`mlxspec.drafting.costs.CostCurve.cheapest_rows`.
-    """
-
-    max_depth: int
-    nodes: int
-    branching: bool
-    least_p: Sequence[float]
 
 
 class Drafter:
@@ -395,13 +358,12 @@ class TreeBuilder:
         root: the last emitted token, node 0.
 
     Attributes:
-        tokens, parents, p_reached, origins: as in :class:`DraftTree`, of the nodes so far.
+        tokens, parents, origins: as in :class:`DraftTree`, of the nodes so far.
     """
 
     def __init__(self, root: int) -> None:
         self.tokens = [root]
         self.parents = [-1]
-        self.p_reached: list[float] = []
         self.origins: list[str] = []
         self._children: dict[tuple[int, int], int] = {}
 
@@ -409,13 +371,7 @@ class TreeBuilder:
         """The number of nodes, including the root."""
         return len(self.tokens)
 
-    def find(self, parent: int, token: int) -> int | None:
-        """The child with this token, or None if the node has none."""
-        return self._children.get((parent, token))
-
-    def child(
-        self, parent: int, token: int, p_reached: float | None = None, origin: str = "draft"
-    ) -> int:
+    def child(self, parent: int, token: int, origin: str = "draft") -> int:
         """The child with this token, which is added if it is missing."""
         node = self._children.get((parent, token))
         if node is None:
@@ -423,19 +379,17 @@ class TreeBuilder:
             self.tokens.append(token)
             self.parents.append(parent)
             self.origins.append(origin)
-            if p_reached is not None:
-                self.p_reached.append(p_reached)
         return node
 
     def add_branch(self, tokens: Iterable[int], origin: str = "draft") -> None:
         """Add a continuation of the root; common prefixes share nodes."""
         node = 0
         for token in tokens:
-            node = self.child(node, token, origin=origin)
+            node = self.child(node, token, origin)
 
     def tree(self) -> DraftTree:
         """The tree so far."""
-        return DraftTree._of(self.tokens, self.parents, self.p_reached, self.origins)
+        return DraftTree.of(self.tokens, self.parents, (), self.origins)
 
 
 def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
@@ -457,45 +411,23 @@ def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
         choices=tuple(step.choices[row] for row in rows),
         argmaxes=tuple(step.argmaxes[row] for row in rows),
         accepted=tuple(own[node] for node in step.accepted if node in own),
+        planning=0.0,  # unknown, since the other drafters took a part of it
     )
-
-
-def united(trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
-    """Merge drafts after the same token, which have probabilities; keep the likeliest nodes."""
-    if len(trees) == 1:
-        return trees[0]
-    tree = merge(trees).best_first()
-    return (tree if limits.branching else tree.first_chain()).first(limits.nodes)
 
 
 def merge(trees: Sequence[DraftTree]) -> DraftTree:
     """Merge drafts after the same token; common prefixes share nodes.
 
-    A node's probability given its parent is the highest one that a tree states. But it is at most
-    what the siblings from earlier trees leave of 1.
-
     Returns:
-        a tree that begins with the first tree's nodes. It has probabilities if all trees have them.
+        a tree that begins with the first tree's nodes, without probabilities.
     """
     merged = TreeBuilder(trees[0].tokens[0])
-    p_reached, below = [1.0], [0.0]  # the probability of each node, and the sum of its children's
     for tree in trees:
-        own = (1.0, *(tree.p_reached or (0.0,) * (len(tree) - 1)))
         nodes = [0]
-        for node, origin in enumerate(tree.origins, start=1):
-            parent = tree.parents[node]
-            above = nodes[parent]
-            place = merged.child(above, tree.tokens[node], origin=origin)
-            if place == len(p_reached):
-                p_reached.append(0.0)
-                below.append(0.0)
-            p_node = p_reached[above] * own[node] / own[parent] if own[parent] else 0.0
-            gained = max(0.0, min(p_node - p_reached[place], p_reached[above] - below[above]))
-            p_reached[place] = min(p_reached[place] + gained, p_reached[above])
-            below[above] += gained
-            nodes.append(place)
-    if all(tree.p_reached or len(tree) == 1 for tree in trees):
-        merged.p_reached = p_reached[1:]
+        for token, parent, origin in zip(
+            tree.tokens[1:], tree.parents[1:], tree.origins, strict=True
+        ):
+            nodes.append(merged.child(nodes[parent], token, origin))
     return merged.tree()
 
 

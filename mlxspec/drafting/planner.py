@@ -12,14 +12,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from .candidates import Candidates, SourceNode, TreeNode
 from .costs import CostCurve, Costs
-from .drafter import Drafter, DraftTree, Limits, VerifiedStep, united
+from .drafter import Drafter, DraftTree, VerifiedStep
 from .heads import HeadSource
 from .learned import Experience
 from .sources import DrafterSource, forced_chain
@@ -32,6 +32,8 @@ _FIRST_RATE = 1.2
 _CHANGE = 0.1  # the weight of the newest step in running averages
 
 _FIRST_BANK = 2.0
+_MOST_BUDGET = 0.5  # also at first; less than the bank, which then outlasts it
+_PLANNING = 0.02  # the share of time that planning may take beyond its gains
 _INCOME = 1.02  # per emitted token, so at 98 % of plain speed the bank neither grows nor shrinks
 _STAKE = 0.04  # the square of the allowed shortfall, divided by the product of bank and gain
 
@@ -42,6 +44,7 @@ _PATIENCE_PER_STEP = 0.1
 
 _MUCH_GAIN = 0.3
 _PROBE_ROUND = 60  # steps
+_JOINT_PROBE_ROUND = 180  # steps of several sequences
 _PROBE = range(42, 48)  # consecutive steps, since the first and the last do not show T(1)
 
 _ROWS_OF_A_TREE = 16
@@ -52,7 +55,7 @@ class Policy:
     """The state of one generation that decides how many of a step's candidates to verify.
 
     A draft's **gain** is the number of tokens that it adds to a plain step's, less the price of its
-    time. Three mechanisms limit drafts:
+    time. Four mechanisms limit drafts:
 
     - The *guard* is a bank of time that pays for drafts that fail. Each step deposits slightly more
       than its tokens, and withdraws its cost. The more the bank holds and the larger the gain, the
@@ -64,7 +67,9 @@ class Policy:
       had a draft, a change of costs would look like a change of the machine's speed. So while
       plain steps are wanted, six consecutive steps out of every 60 have no draft, unless drafts
       gain much. The count of steps continues in the next generation, since short generations
-      never reach 60 steps.
+      never reach 60 steps. In joint steps, one probe serves all sequences, one step in thirty.
+    - The *budget* is for planning itself. It receives what drafts are expected to gain, and a small
+      share of the time. While it is overdrawn, no drafts are searched for.
 
     Args:
         probe_step: the number of steps already counted towards the next probe.
@@ -74,6 +79,7 @@ class Policy:
         rate: the running average of the tokens per plain step's time.
         gain: the running average of the chosen drafts' gains; a step without a draft counts as 0.
         bank: the guard's balance, in plain steps.
+        budget: the time that planning may still take, in plain steps.
         ahead: whether the next step's forward has already been dispatched.
         patience: how long the drafts of other sequences may still delay this one, in plain joint
             steps.
@@ -83,13 +89,14 @@ class Policy:
         self.rate = _FIRST_RATE
         self.gain = 0.0
         self.bank = _FIRST_BANK
+        self.budget = _MOST_BUDGET
         self.patience = _FIRST_PATIENCE
         self.probe_step = probe_step
         self.ahead = False
 
     @property
     def probes(self) -> bool:
-        """Whether the next step is a probe: a plain step to measure."""
+        """Whether the next step, if it is not a joint step, is a probe: a plain step to measure."""
         return self.gain < _MUCH_GAIN and self.probe_step % _PROBE_ROUND in _PROBE
 
     def settle(
@@ -100,6 +107,7 @@ class Policy:
         gain: float,
         probing: bool,
         charge: float | None = None,
+        planning: float = 0.0,
     ) -> None:
         """Account for a completed step.
 
@@ -110,13 +118,18 @@ class Policy:
             probing: whether plain steps are wanted.
             charge: the amount to withdraw from the guard's bank if several sequences share the
                 step; by default the step's cost.
+            planning: the time that planning took, in plain steps.
         """
         emitted = len(step.tokens)
         self.ahead = step.ahead
         self.probe_step = self.probe_step + 1 if probing else 0
         self.gain += _CHANGE * (gain - self.gain)
         self.rate += _CHANGE * (emitted / cost - self.rate)
-        self.bank += _INCOME * emitted - (cost if charge is None else charge)
+        # Alone, the cost of a draft was measured together with its planning.
+        unpaid = 0.0 if step.sequences == 1 and step.drafted else planning
+        self.bank += _INCOME * emitted - (cost if charge is None else charge) - unpaid
+        budget = self.budget + _PLANNING + gain - planning
+        self.budget = min(max(budget, -_MOST_BUDGET), _MOST_BUDGET)
         patience = self.patience + _PATIENCE_PER_STEP + emitted - cost
         self.patience = min(max(patience, 0.0), _MOST_PATIENCE)
 
@@ -192,12 +205,18 @@ def expected_shortfall(cost: float, *drafts: Sequence[float]) -> float:
         drafts: for each drafting sequence, the probabilities that at least 1, 2, … of its tokens
             are accepted.
     """
-    accepted = np.ones(1)  # the probabilities that 0, 1, … tokens are accepted in total
+    most = sum(map(len, drafts))
+    n_missing = min(max(math.ceil(cost - 1), 0), most + 1)  # with more tokens, nothing is missing
+    accepted = [1.0]  # the probabilities that 0, 1, … < n_missing tokens are accepted in total
     for p_by_depth in drafts:
-        at_least = np.minimum.accumulate(np.array([1.0, *p_by_depth, 0.0]))
-        accepted = np.convolve(accepted, at_least[:-1] - at_least[1:])
-    missing = cost - 1 - np.arange(len(accepted))
-    return float(accepted @ np.maximum(missing, 0.0))
+        at_least = [*accumulate((1.0, *p_by_depth), min), 0.0]
+        exactly = [more - fewer for more, fewer in pairwise(at_least)]
+        total = [0.0] * min(len(accepted) + len(exactly) - 1, n_missing)
+        for before, p_before in enumerate(accepted):
+            for count, p_count in enumerate(exactly[: n_missing - before], start=before):
+                total[count] += p_before * p_count
+        accepted = total
+    return sum(p * (cost - 1 - count) for count, p in enumerate(accepted[:n_missing]))
 
 
 def allowed_shortfall(banks: Sequence[float], gain: float) -> float:
@@ -234,7 +253,7 @@ class Plan(NamedTuple):
     """The draft of a sequence for one step.
 
     Attributes:
-        candidates: the possible nodes, the likeliest first; None if the search failed.
+        candidates: the nodes to choose from; None if the search failed.
         n_draft: the number of candidates to verify.
         gain: the draft's gain, in tokens.
         pipelined: whether the next step may be dispatched before this step's tokens are known, if
@@ -243,10 +262,11 @@ class Plan(NamedTuple):
         charge: the part of a joint step's time that the sequence's guard pays, in plain steps.
         head_time: the expected time that trained heads took before the step, in plain steps.
         head_seconds: the measured time that they took, in seconds.
+        seconds: the sequence's share of the time that planning a joint step took, in seconds.
         fault: the exception raised while planning.
     """
 
-    candidates: DraftTree | None = None
+    candidates: Candidates | None = None
     n_draft: int = 0
     gain: float = 0.0
     pipelined: bool = True
@@ -254,12 +274,13 @@ class Plan(NamedTuple):
     charge: float = 1.0
     head_time: float = 0.0
     head_seconds: float = 0.0
+    seconds: float = 0.0
     fault: Exception | None = None
 
     @property
     def p_next(self) -> float:
         """The probability that one of the candidates for the next token is right."""
-        return self.candidates.p_next if self.candidates else 0.0
+        return self.candidates.p_next if self.candidates is not None else 0.0
 
 
 NO_PLAN = Plan()
@@ -331,21 +352,42 @@ class Planner(Drafter):
         for source in self._all_sources:
             source.attach(target, perturb)
 
-    def search(self, limits: Limits) -> DraftTree:
-        """The candidates after the current token, the likeliest first."""
-        return self._united([source.search(limits) for source in self._sources], limits)
+    def search(
+        self, max_depth: int, row_costs: Sequence[float] = (), scale: float = 1.0
+    ) -> Candidates:
+        """The candidates after the current token.
 
-    def with_head(self, text: DraftTree, head: DraftTree, limits: Limits) -> DraftTree:
-        """The candidates from texts merged with the trained head's, the likeliest first."""
-        trees = sorted([text, head], key=lambda tree: -max(tree.p_reached, default=0.0))
-        return self._united(trees, limits)
-
-    def _united(self, trees: Sequence[DraftTree], limits: Limits) -> DraftTree:
-        tree = united(trees, limits)
+        Args:
+            max_depth: their greatest depth.
+            row_costs: the lowest costs of a row after 0, 1, … nodes, for a constrained output.
+            scale: the tokens that a cost of 1 must gain.
+        """
+        if self.policy.budget < 0:
+            return self._candidates((), max_depth)
+        roots = list[SourceNode]()
+        for source in self._sources:
+            roots += source.search(max_depth)
+        found = self._candidates(roots, max_depth)
         if self.guide is None:
-            return tree
-        forced = forced_chain(self._last, self.guide.forced()[: limits.max_depth])
-        return united([forced, self.guide.allowed(tree)], limits)
+            return found
+        # The constraint judges whole trees, so this one is grown as far as nodes may pay.
+        while found.p_of(len(found)) > scale * row_costs[len(found)]:
+            found.add()
+        forced = forced_chain(self._last, self.guide.forced()[:max_depth])
+        allowed = self.guide.allowed(found.tree(len(found)))
+        return self._candidates([TreeNode(forced), TreeNode(allowed)], max_depth)
+
+    def with_head(self, text: Candidates, head: DraftTree, max_depth: int) -> Candidates:
+        """The candidates from texts merged with the trained head's; the likelier come first."""
+        if self.guide:
+            head = self.guide.allowed(head)
+        roots = [TreeNode(text.tree(len(text))), TreeNode(head)]
+        if head.p_reached and head.p_reached[0] > text.p_of(0):
+            roots.reverse()
+        return self._candidates(roots, max_depth)
+
+    def _candidates(self, roots: Sequence[SourceNode], max_depth: int) -> Candidates:
+        return Candidates(self._last, roots, branching=self.branching, max_depth=max_depth)
 
     @property
     def head_time(self) -> float:
@@ -372,7 +414,7 @@ class Planner(Drafter):
         self._plan = NO_PLAN if plan.fault else plan
         if plan.candidates is None or self.failed:
             return DraftTree.chain(self._last)
-        return plan.candidates.first(plan.n_draft)
+        return plan.candidates.tree(plan.n_draft)
 
     def _fails(self, error: Exception) -> None:
         """Stop drafting after an error in planning; raise the error of a user's own drafter."""
@@ -392,7 +434,7 @@ class Planner(Drafter):
         """
         return self.failed or self._plan.pipelined
 
-    def gain_of_waiting(self, candidates: DraftTree | None, costs: Sequence[float]) -> float:
+    def gain_of_waiting(self, candidates: Candidates | None, costs: Sequence[float]) -> float:
         """The expected gain of a draft after the next token, if the step waits for that token.
 
         Args:
@@ -400,7 +442,7 @@ class Planner(Drafter):
             costs: ``costs[rows]`` is the cost of a step with that many rows.
         """
         gain = self.policy.gain
-        branch = candidates.first_chain().p_reached if candidates else ()
+        branch = candidates.first_branch() if candidates else ()
         if len(branch) < 2:
             return gain
         then = [probability / branch[0] for probability in branch[1:]]
@@ -443,7 +485,12 @@ class Planner(Drafter):
             cost = costs.curve(len(step.tree))
         cost += plan.head_time
         probing = costs.wants_plain_steps
-        self.policy.settle(step, cost, gain=plan.gain, probing=probing, charge=charge)
+        # While one sequence plans, all wait. The time of heads is part of the cost.
+        spent = step.planning - (0.0 if plan.joint else plan.head_seconds)
+        planning = step.sequences * max(spent, 0.0) / costs.seconds(1)
+        self.policy.settle(
+            step, cost, gain=plan.gain, probing=probing, charge=charge, planning=planning
+        )
         for source in self._all_sources:
             source.observe(step)
 
@@ -463,8 +510,10 @@ class Planner(Drafter):
         candidates, policy, costs = self._plan.candidates, self.policy, self.costs
         if candidates is None:
             return "planning failed: see the log"
+        if policy.budget < 0:
+            return "drafts have gained too little lately to search for one in every step"
         table = costs.hopeful.table
-        if len(candidates) == 1:
+        if not len(candidates):
             return (
                 "no continuation is likely enough here for rows that cost "
                 f"{costs.hopeful.cheapest_rows[0]:.2f} plain steps each"
@@ -515,19 +564,22 @@ def plan_drafts(
     Returns:
         a plan for each planner; its ``fault`` is the exception of its drafters, if any.
     """
+    started = time.perf_counter()
     step = _Step(planners, costs, sequences, rows_taken, patient or sequences == 1)
     plans = step.run_heads(step.search())
-    nodes = step.sorted_nodes([plan.candidates for plan in plans])
+    nodes = step.frontier([plan.candidates for plan in plans])
     gain, n_draft = step.choose(nodes)
     pipelined = n_draft == 0 and step.is_pipelined(nodes, plans)
     shares = nodes.shares(n_draft)
     parts = [shares[index] / n_draft if n_draft else 0.0 for index in range(len(plans))]
+    seconds = (time.perf_counter() - started - plans[0].head_seconds) / len(plans)
     return [
         plan._replace(
             n_draft=shares[index],
             gain=part * gain - plan.head_time,
             pipelined=pipelined,
             joint=costs if sequences > 1 else None,
+            seconds=seconds if sequences > 1 else 0.0,  # alone, the step measures it
             charge=plan.charge + part * step.more_time(n_draft),
         )
         for index, (plan, part) in enumerate(zip(plans, parts, strict=True))
@@ -535,16 +587,15 @@ def plan_drafts(
 
 
 class _Nodes(NamedTuple):
-    """The candidates of all sequences that may draft, sorted: the best first, parents before
-    children.
+    """The candidates of all sequences that may draft: the best first, parents before children.
 
     Attributes:
-        trees: the candidates of each sequence, by its index.
+        candidates: those of each sequence, by its index.
         owners: for each node, the index of its sequence.
         expected: the expected tokens of a step that verifies the first 0, 1, … nodes.
     """
 
-    trees: Mapping[int, DraftTree]
+    candidates: Mapping[int, Candidates]
     owners: Sequence[int]
     expected: Sequence[float]
 
@@ -564,7 +615,7 @@ class _Step:
         rows_taken: int,
         patient: bool,
     ) -> None:
-        self._planners = [*planners]
+        self._planners, self._depths = [*planners], [*planners.values()]
         self._costs, self._sequences, self._patient = costs, sequences, patient
         self._policies = [planner.policy for planner in planners]
         self._curve = costs.hopeful
@@ -578,11 +629,12 @@ class _Step:
         rates = zip(self._policies, self._weights, strict=True)
         self._rate = sum(policy.rate * weight for policy, weight in rates)
         self._rate += sequences - len(planners)
-        self._limits = []
-        for (planner, depth), weight in zip(planners.items(), self._weights, strict=True):
-            scale = sequences / weight  # since a row takes the time of all sequences
-            least_p = [scale * cost for cost in self._curve.cheapest_rows]
-            self._limits.append(Limits(depth, self._max_nodes, planner.branching, least_p))
+        self._gain = sum(policy.gain for policy in self._policies)
+        if sequences == 1:
+            self._probes = self._policies[0].probes
+        else:
+            in_probe = costs.steps % _JOINT_PROBE_ROUND in _PROBE
+            self._probes = costs.wants_plain_steps and in_probe and self._gain < _MUCH_GAIN
 
     def search(self) -> list[Plan]:
         """Ask each planner for its candidates.
@@ -591,27 +643,48 @@ class _Step:
             plans with candidates, but no drafts yet.
         """
         plans = []
-        for planner, limits in zip(self._planners, self._limits, strict=True):
+        for planner, depth, weight in zip(self._planners, self._depths, self._weights, strict=True):
+            scale = self._sequences / weight  # since a row takes the time of all sequences
             try:
-                plans.append(Plan(planner.search(limits)))
+                plans.append(Plan(planner.search(depth, self._curve.cheapest_rows, scale)))
             except Exception as error:  # the other planners continue
                 plans.append(Plan(fault=error))
         return plans
 
-    def sorted_nodes(self, candidates: Sequence[DraftTree | None]) -> _Nodes:
-        """Sort the candidates of all sequences except those whose next step is a probe."""
-        trees = {
-            index: tree
-            for index, tree in enumerate(candidates)
-            if tree and not self._policies[index].probes
+    def frontier(self, candidates: Sequence[Candidates | None]) -> _Nodes:
+        """Take the best candidates of all sequences, or none if the next step is a probe.
+
+        It ends where no further node can pay: where the next one adds fewer tokens than its row
+        costs, at the lowest cost of any further row and at the price of time so far. The price can
+        only rise with more nodes, and no such node can raise the best rate.
+        """
+        growing = {
+            index: own
+            for index, own in enumerate(candidates)
+            if own is not None and not self._probes
         }
-        order = sorted(
-            (-p * self._weights[index], index)
-            for index, tree in trees.items()
-            for p in tree.p_reached
-        )[: self._max_nodes]
-        owners = [index for _, index in order]
-        return _Nodes(trees, owners, expected_tokens([-p for p, _ in order], self._sequences))
+        taken = dict.fromkeys(growing, 0)
+        heap = [(-own.p_of(0) * self._weights[index], index) for index, own in growing.items()]
+        heapify(heap)
+        owners, expected = list[int](), [float(self._sequences)]
+        best = expected[0] / self._table[1]
+        price = min(price_of_time(best, self._rate), best)
+        cheapest = self._curve.cheapest_rows[self._taken :]
+        while heap and len(owners) < self._max_nodes:
+            negative_gain, index = heap[0]
+            if -negative_gain <= price * cheapest[len(owners)]:
+                break
+            owners.append(index)
+            expected.append(expected[-1] - negative_gain)
+            rate = expected[-1] / self._table[len(expected)]
+            if rate > best:
+                best, price = rate, min(price_of_time(rate, self._rate), rate)
+            taken[index] += 1
+            own = growing[index]
+            if taken[index] > len(own):
+                own.add()
+            heapreplace(heap, (-own.p_of(taken[index]) * self._weights[index], index))
+        return _Nodes(growing, owners, expected)
 
     def run_heads(self, plans: list[Plan]) -> list[Plan]:
         """Let trained heads draft, if that is expected to gain more than it costs.
@@ -625,7 +698,7 @@ class _Step:
             index: planner.head
             for index, (planner, plan) in enumerate(zip(self._planners, plans, strict=True))
             if planner.head and not plan.fault and planner.head.ready
-            if self._limits[index].max_depth > 0 and not self._policies[index].probes
+            if self._depths[index] > 0 and not self._probes
         }
         depth = self._depth_of_heads(plans, heads) if heads else 0
         if not depth:
@@ -638,9 +711,9 @@ class _Step:
         plans = [plan._replace(head_time=taken, head_seconds=seconds) for plan in plans]
         for (index, head), draft in zip(heads.items(), drafts, strict=True):
             text, tree = plans[index].candidates, head.drafted(*draft)
-            assert text
+            assert text is not None
             plans[index] = plans[index]._replace(
-                candidates=self._planners[index].with_head(text, tree, self._limits[index]),
+                candidates=self._planners[index].with_head(text, tree, self._depths[index]),
                 charge=1 + self._sequences * taken / len(members),
             )
         return plans
@@ -656,15 +729,18 @@ class _Step:
         A head is assumed to replace a draft from texts if its next token is likelier to be right.
         """
         texts, members = [plan.candidates for plan in plans], [*heads.values()]
-        nodes = self.sorted_nodes(texts)
+        nodes = self.frontier(texts)
         options = [(*self._outcome(nodes, self.choose(nodes)[1]), 0)]
-        most = min(max(self._limits[index].max_depth for index in heads), self._max_nodes)
+        most = min(max(self._depths[index] for index in heads), self._max_nodes)
         for depth in range(1, min(most, len(members[0].experience.p_accept)) + 1):
-            outlooks = {index: head.outlook(depth) for index, head in heads.items()}
-            surer = {i: tree for i, tree in outlooks.items() if tree.p_next > plans[i].p_next}
+            surer = {
+                index: Candidates(head.last, [TreeNode(outlook)], branching=False, max_depth=depth)
+                for index, head in heads.items()
+                if (outlook := head.outlook(depth)).p_reached[0] > plans[index].p_next
+            }
             if not surer:
                 break
-            nodes = self.sorted_nodes([surer.get(index, text) for index, text in enumerate(texts)])
+            nodes = self.frontier([surer.get(index, text) for index, text in enumerate(texts)])
             taken = self._time_of_heads(depth, members)
             if n_draft := self.choose(nodes, taken)[1]:
                 tokens, cost = self._outcome(nodes, n_draft)
@@ -697,7 +773,7 @@ class _Step:
         def allows(gain: float, n_draft: int) -> bool:
             shares = nodes.shares(n_draft)
             more = self.more_time(n_draft) + self._sequences * head_time
-            drafts = [nodes.trees[index].p_by_depth(own) for index, own in shares.items()]
+            drafts = [nodes.candidates[index].p_by_depth(own) for index, own in shares.items()]
             if expected_shortfall(1 + more, *drafts) > allowed_shortfall(banks, gain):
                 return False
             return self._patient or self._is_endured(more / self._sequences, nodes, shares)
@@ -709,7 +785,8 @@ class _Step:
         patience.
         """
         return all(
-            more_time - sum(nodes.trees[index].p_reached[: shares[index]] if shares[index] else ())
+            more_time
+            - sum(nodes.candidates[index].p_reached[: shares[index]] if shares[index] else ())
             <= policy.patience
             for index, policy in enumerate(self._policies)
         )
@@ -720,11 +797,10 @@ class _Step:
         This holds for a step without drafts. The next step may be dispatched if drafts after these
         tokens are expected to gain no more than the wait costs.
         """
-        # While plain steps are wanted, one sequence's probe makes no other sequence wait.
-        if not nodes.trees or (self._sequences > 1 and self._costs.wants_plain_steps):
+        if self._probes:
             return True
         most = self._sequences * self._costs.sync_overhead
-        if sum(policy.gain for policy in self._policies) > most:
+        if self._gain > most:
             return False
         for planner, plan in zip(self._planners, plans, strict=True):
             if planner.head and planner.head.trials and plan.p_next < _UNSURE:

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..errors import OptionError, whole
+from .candidates import TreeNode
 from .drafter import (
     Drafter,
     DraftTree,
-    Limits,
     NoDraft,
     VerifiedStep,
     checked_draft,
@@ -162,16 +162,15 @@ class DrafterSource(Drafter):
             self._drafter.begin(list(prompt))
         self.spent = 0.0
 
-    def search(self, limits: Limits) -> DraftTree:
+    def search(self, max_depth: int) -> Sequence[TreeNode]:
         """Like :meth:`mlxspec.drafting.suffix_source.SuffixSource.search`."""
         with self._asking():
-            proposed = self._drafter.propose(limits.max_depth)
+            proposed = self._drafter.propose(max_depth)
             proposed = checked_draft(proposed, self._drafter, self._last)
-        tree = proposed.pruned(limits.max_depth, sys.maxsize)
-        self._tree = tree = tree if limits.branching else tree.first_chain()
+        self._tree = tree = proposed.pruned(max_depth, sys.maxsize)
         names = (type(self._drafter).__name__,) * (len(tree) - 1)
         p_reached = tree.p_reached or tuple(self._estimate(tree))
-        return replace(tree, p_reached=p_reached, origins=names).best_first(limits.nodes)
+        return [TreeNode(replace(tree, p_reached=p_reached, origins=names))]
 
     def observe(self, step: VerifiedStep) -> None:
         tree, self._tree = self._tree, None

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from heapq import heappop, heappush
-from itertools import count
+from typing import NamedTuple
 
 from ..corpus.answer_index import LEADING_TOKENS, AnswerIndex
 from ..corpus.suffix_index import (
     EXCERPT_TOKENS,
     MAX_LENGTH,
+    SEPARATOR,
     Continuation,
     Excerpts,
     Occurrence,
@@ -22,7 +22,8 @@ from ..corpus.suffix_index import (
     excerpts,
 )
 from .acceptance import AcceptanceModel, Estimate, TokenClasses
-from .drafter import Drafter, DraftTree, Limits, TreeBuilder, VerifiedStep, united
+from .candidates import SourceNode
+from .drafter import Drafter, VerifiedStep
 from .learned import Experience
 
 CONTEXT = "context"
@@ -34,9 +35,7 @@ OTHERS = "other"
 
 # Where these come from: notes/planner.md, "Constants".
 _LESSONS = 8  # tokens of a step to learn from; in a copy, more tokens teach nothing new
-_CHILDREN = 6  # the most children of a node; further ones are never likely enough
 _EARLIER_OCCURRENCES = 8  # the most occurrences to request from each earlier text
-_LEAST_P_REACHED = 0.01  # less likely nodes do not pay on any machine
 
 
 class SuffixSource(Drafter):
@@ -78,7 +77,7 @@ class SuffixSource(Drafter):
         self._building = executor.submit(SuffixIndex, prompt)
         executor.shutdown(wait=False)
         self._prompt = prompt
-        self._trees: list[SuffixTree] = []
+        self._roots: list[TextNode] = []
         self._acceptance.begin(self._experience.of_kind(prompt), len(prompt))
         self._others: dict[str, tuple[Callable[..., Excerpts], AcceptanceModel]] = {}
         if self._memory:
@@ -94,19 +93,18 @@ class SuffixSource(Drafter):
             self._others[PREDICTION] = look_up, acceptance
         self.earned: Counter[str] = Counter()
 
-    def search(self, limits: Limits) -> DraftTree:
-        """The tokens that may follow the current one, the likeliest first, with ``p_reached``."""
+    def search(self, max_depth: int) -> Sequence[TextNode]:
+        """The roots of the tokens that may follow the current one, one for each text."""
         index = self._building.result()
         last, tail = index.tokens[-1], index.tokens[-MAX_LENGTH:] if self._others else ()
-        depth = min(limits.max_depth, limits.nodes, EXCERPT_TOKENS)
-        found = index.occurrences()
-        self._trees = [SuffixTree(last, CONTEXT, index.tokens, found, self._acceptance, limits)]
+        found = [(Text(CONTEXT, index.tokens, self._acceptance), index.occurrences())]
         for name, (look_up, acceptance) in self._others.items():
-            tokens, occurrences = look_up(tail, _EARLIER_OCCURRENCES, depth)
-            if occurrences:
-                tree = SuffixTree(last, name, tokens, occurrences, acceptance, limits)
-                self._trees.append(tree)
-        return united([tree.tree() for tree in self._trees], limits)
+            tokens, occurrences = look_up(
+                tail, _EARLIER_OCCURRENCES, min(max_depth, EXCERPT_TOKENS)
+            )
+            found.append((Text(name, tokens, acceptance), occurrences))
+        self._roots = [TextNode(text, last, places) for text, places in found if places]
+        return self._roots
 
     def observe(self, step: VerifiedStep) -> None:
         self.earned["steps"] += 1
@@ -115,9 +113,9 @@ class SuffixSource(Drafter):
         for node in step.accepted:
             own = origins[node] in (CONTEXT, *self._others)
             self.earned[origins[node] if own else OTHERS] += 1
-        for tree in self._trees:
-            tree.learn(step.tokens)
-        self._trees = []
+        for root in self._roots:
+            root.learn(step.tokens)
+        self._roots = []
         self._building.result().extend(step.tokens)
 
     def end(self) -> None:
@@ -127,79 +125,127 @@ class SuffixSource(Drafter):
         del self._building
 
 
-class SuffixTree(TreeBuilder):
-    """A tree of continuations, grown best first.
+class Text(NamedTuple):
+    """A text in which the context's end occurs.
 
-    A node's probability is the product of its parent's probability, the probability that its better
-    siblings are wrong, and its own p_accept. It never exceeds its parent's, so for any n the first
-    n nodes form a tree.
+    Attributes:
+        name: the origin of drafts from it.
+        tokens: its tokens.
+        acceptance: estimates the probabilities of continuations.
+    """
 
-    The tree grows as long as the next node may belong to the best draft.
+    name: str
+    tokens: Sequence[int]
+    acceptance: AcceptanceModel
+
+
+class TextNode:
+    """A node of the tree of a text's continuations.
 
     Args:
-        root: the current token.
-        name: the origin of the nodes.
-        text: the text that was searched.
-        occurrences: the places in the text where the context's end occurs, the longest match first.
-        acceptance: estimates the probabilities of continuations.
-        limits: the limits of the tree.
+        text: the text.
+        token: the node's token.
+        occurrences: the places in the text where the context's end and the path to this node occur,
+            the longest match first.
+        depth: the node's depth; 0 for the root, the current token.
+        path: returns the tokens from the root's child to this node.
     """
 
     def __init__(
         self,
-        root: int,
-        name: str,
-        text: Sequence[int],
+        text: Text,
+        token: int,
         occurrences: list[Occurrence],
-        acceptance: AcceptanceModel,
-        limits: Limits,
+        depth: int = 0,
+        path: Callable[[], list[int]] = list,
     ) -> None:
-        super().__init__(root)
-        self.name, self._text, self._acceptance = name, text, acceptance
-        self._limits = limits
-        # For each node, the tokens that follow it in the text, and their estimates.
-        self._proposals: list[tuple[list[int], list[Estimate]]] = []
-        # An entry is: the negative p_reached, a serial number, the parent, occurrences, the path.
-        self._frontier: list[tuple[float, int, int, list[Occurrence], list[int]]] = []
-        self._serial = count()  # breaks ties: the older entry comes first
-        self._grow(occurrences)
+        self._text, self._token, self._occurrences = text, token, occurrences
+        self._depth, self._path = depth, path
+        self._most = 0
+        self._found: tuple[list[Continuation], list[Estimate]] = [], []
+
+    @property
+    def origin(self) -> str:
+        return self._text.name
+
+    def children(self, most: int) -> list[tuple[int, float, SourceNode]]:
+        """Like :meth:`mlxspec.drafting.candidates.SourceNode.children`.
+
+        A child is right with its own p_accept, if none of the better children is.
+        """
+        text, self._most = self._text, most
+        found = continuations(text.tokens, self._occurrences, self._depth, self._path)
+        estimates = text.acceptance.estimate(
+            found, len(text.tokens), self._depth, self._token, most
+        )
+        self._found = found, estimates
+        children: list[tuple[int, float, SourceNode]] = []
+        left = 1.0  # the probability that no child so far is right
+        for continuation, (p_accept, _, _) in zip(found, estimates, strict=False):
+            run = TextRun(text, continuation, self._depth + 1, self._path)
+            children.append((continuation.token, left * p_accept, run))
+            left *= 1 - p_accept
+        return children
 
     def learn(self, emitted: Sequence[int]) -> None:
-        """Learn from the tokens that followed, whether or not they were drafted."""
-        node: int | None = 0
-        for token in emitted[:_LESSONS]:
-            if node is None:
-                return
-            tokens, estimates = self._proposals[node]
-            if tokens:
-                right = tokens.index(token) if token in tokens else None
-                self._acceptance.learn(estimates, right)
-            node = self.find(node, token)
+        """Learn from the tokens that followed this root, whether or not they were drafted."""
+        _, tokens, acceptance = self._text
+        (found, estimates), lessons = self._found, []
+        for depth, token in enumerate(emitted[:_LESSONS], start=1):
+            if not found:
+                break
+            tried = [one.token for one in found[: self._most]]
+            right = tried.index(token) if token in tried else None
+            lessons.append((estimates, right))
+            if right is None or depth == min(len(emitted), _LESSONS):
+                break
+            found = continuations(tokens, found[right].occurrences, depth, lambda: emitted)
+            estimates = acceptance.estimate(found, len(tokens), depth, token, self._most)
+        for estimates, right in lessons:
+            acceptance.learn(estimates, right)
 
-    def _grow(self, occurrences: list[Occurrence]) -> None:
-        """Grow the tree from the root, the likeliest nodes first."""
-        self._expand(0, 1.0, occurrences, [])
-        while self._frontier and len(self.p_reached) < self._limits.nodes:
-            negative_p, _, parent, occurrences, path = heappop(self._frontier)
-            if -negative_p < max(_LEAST_P_REACHED, self._limits.least_p[len(self.p_reached)]):
-                return
-            node = self.child(parent, path[-1], -negative_p, self.name)
-            self._expand(node, -negative_p, occurrences, path)
 
-    def _expand(
-        self, node: int, p_node: float, occurrences: list[Occurrence], path: list[int]
+class TextRun:
+    """The nodes after a continuation, one after the other, as long as its occurrences agree.
+
+    It yields what :class:`TextNode` would, in a fraction of the time.
+
+    Args:
+        text: the text.
+        begin: the continuation whose token is the first node.
+        depth: the depth of the first node.
+        path: returns the tokens from the root's child to the first node's parent.
+    """
+
+    def __init__(
+        self, text: Text, begin: Continuation, depth: int, path: Callable[[], list[int]]
     ) -> None:
-        """Rank a node's continuations and add them to the frontier."""
-        limits, found = self._limits, list[Continuation]()
-        if len(path) < limits.max_depth:
-            found = continuations(self._text, occurrences, path)
-        most = _CHILDREN if limits.branching else 1
-        estimates = self._acceptance.estimate(
-            found, len(self._text), len(path), self.tokens[node], most
-        )
-        self._proposals.append(([one.token for one in found[: len(estimates)]], estimates))
-        left = p_node  # the probability that no child so far is right
-        for (token, _, _, followed), (p_accept, _, _) in zip(found, estimates, strict=False):
-            entry = -left * p_accept, next(self._serial), node, followed, [*path, token]
-            heappush(self._frontier, entry)
-            left *= 1 - p_accept
+        self._text, self._begin, self._depth, self._path = text, begin, depth, path
+        self._tokens = [begin.token]
+        self._end = len(text.tokens) - begin.newest  # from this depth on, the path is repeated
+        self._p_accept: Callable[[int, int, int], float] | None = None  # until it is needed
+
+    @property
+    def origin(self) -> str:
+        return self._text.name
+
+    def children(self, most: int) -> Sequence[tuple[int, float, SourceNode]]:
+        """The next node, or those between which the occurrences differ."""
+        depth, tokens = self._depth, self._text.tokens
+        if self._p_accept is None:
+            self._p_accept = self._text.acceptance.unanimous(self._begin, len(tokens))
+            self._place, *self._others = [place for _, place in self._begin.occurrences]
+        if depth < self._end:
+            token = tokens[self._place + depth]
+            agree = all(tokens[place + depth] == token for place in self._others)
+            if agree and token != SEPARATOR:
+                p_accept = self._p_accept(token, self._tokens[-1], depth)
+                self._tokens.append(token)
+                self._depth = depth + 1
+                return ((token, p_accept, self),)
+        last = self._tokens[-1]
+        node = TextNode(self._text, last, self._begin.occurrences, depth, self._whole_path)
+        return node.children(most)
+
+    def _whole_path(self) -> list[int]:
+        return [*self._path(), *self._tokens]

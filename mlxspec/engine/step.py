@@ -186,7 +186,9 @@ class Sequence:
         proposed = planner.draft(plan) if plan else self.drafter.propose(max_depth)
         tree = self._fitting(proposed, max_depth)
         on_gpu = mx.default_device().type == mx.gpu
-        self._drafting = 0.0 if on_gpu else time.perf_counter() - self._started
+        planned = plan.seconds if plan else 0.0
+        self._planning = planned + time.perf_counter() - self._started
+        self._drafting = 0.0 if on_gpu else self._planning
         self.proposed = len(tree) - 1
         self.tree = DraftTree.chain(self.last) if self.proposed and self.ahead else tree
 
@@ -286,6 +288,7 @@ class Sequence:
             sequences=forward.sequences,
             seconds=ended - self._started,
             drafting=self._drafting,
+            planning=self._planning,
             pipelined=forward.pipelined,
             ahead=self.ahead is not None,
             context=self.length,
@@ -525,6 +528,9 @@ class Batch:
         self._patient = patient
         self._joint = None if mode is JointMode.ALONE else joint_for(loaded, mode, spare)
         self._costs_of: dict[int, LiveCosts] = {}
+        # The numbers of sequences and rows that have run: the first step of each counts for
+        # nothing, since it may compile kernels.
+        self._shapes: set[tuple[int, int]] = set()
         self._has_failed = False
 
     def _planned(self, plan: Callable[[], _Result]) -> _Result | None:
@@ -590,8 +596,13 @@ class Batch:
         together = [step for step in steps if step.sequences == len(sequences)]
         if costs and len(together) == len(sequences):
             rows = 1 + together[0].rows - len(sequences)
+            if (len(sequences), rows) not in self._shapes:
+                self._shapes.add((len(sequences), rows))
+                return outcomes
             plan = next(iter(plans.values()))
             seconds = time.perf_counter() - started - plan.head_seconds
+            if together[0].pipelined:  # stands for plain decoding, which has no planner
+                seconds -= min(sum(step.drafting for step in together), seconds / 2)
             self._planned(partial(costs.record, rows, seconds, together[0].pipelined))
         return outcomes
 

@@ -7,7 +7,7 @@ from collections import Counter as Count
 from collections import defaultdict, deque
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ..drafting.drafter import VerifiedStep
 
@@ -40,6 +40,9 @@ class Metrics:
         self._generated = counter("generated_tokens", "Generated tokens.")
         self._drafted = counter("drafted_tokens", "Draft tokens verified.", "source")
         self._accepted = counter("accepted_tokens", "Draft tokens accepted.", "source")
+        about = "The share of the steps' time that planning drafts and learning from steps took."
+        self._planning_share = Gauge("mlxspec_planning_share", about, registry=self.registry)
+        self._planning = self._of_steps = 0.0  # seconds
         self._first = histogram("first_token_seconds", "Time to the first token.")
         self._seconds = histogram("generation_seconds", "Time to the last token.")
         self._began = int(time.perf_counter())
@@ -96,6 +99,9 @@ class Metrics:
             cost: the step's time according to the measured costs, in plain steps; NaN if unknown.
         """
         self._generated.inc(len(step.tokens))
+        self._planning += step.planning
+        self._of_steps += seconds / step.sequences
+        self._planning_share.set(self._planning / self._of_steps if self._of_steps else 0.0)
         # Each sequence counts its share of the forward.
         self._sum(generated=len(step.tokens), steps=1, forwards=1 / step.sequences)
         if cost > 0:  # not NaN; other load would slow plain steps just as much

@@ -84,10 +84,10 @@ def test_without_an_earlier_token_nothing_is_found(text: list[int]) -> None:
 
 def tokens_after(text: list[int], path: list[int]) -> list[int]:
     index = SuffixIndex(text)
-    found = continuations(index.tokens, index.occurrences(), [])
+    found = continuations(index.tokens, index.occurrences(), 0, list)
     for depth, token in enumerate(path):
         (group,) = (c.occurrences for c in found if c.token == token)
-        found = continuations(index.tokens, group, path[: depth + 1])
+        found = continuations(index.tokens, group, depth + 1, lambda: path)
     return [continuation.token for continuation in found]
 
 
@@ -117,8 +117,8 @@ def test_one_occurrence_goes_on_as_it_does_among_others(at: int) -> None:
     text, path = [1, 2, SEPARATOR, 1, 3], [8, 9, 8, 9]
     one, other = Occurrence(5, at), Occurrence(1, 3)
     for depth in range(4):
-        alone = continuations(text, [one], path[:depth])
-        together = continuations(text, [one, other], path[:depth])
+        alone = continuations(text, [one], depth, lambda: path)
+        together = continuations(text, [one, other], depth, lambda: path)
         assert [found.token for found in alone] == [
             found.token for found in together if one in found.occurrences
         ]

@@ -8,12 +8,11 @@ from itertools import accumulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.corpus.suffix_index import SuffixIndex
-from mlxspec.drafting.acceptance import AcceptanceModel
+from mlxspec.drafting.candidates import Candidates, TreeNode
 from mlxspec.drafting.costs import CostCurve
-from mlxspec.drafting.drafter import DraftTree, Limits, TreeBuilder, merge
+from mlxspec.drafting.drafter import DraftTree
 from mlxspec.drafting.planner import best_draft, expected_tokens
-from mlxspec.drafting.suffix_source import SuffixTree
+from tests.support.planners import suffix_planner
 
 Path = tuple[int, ...]
 
@@ -21,24 +20,24 @@ Path = tuple[int, ...]
 @st.composite
 def candidates(draw: st.DrawFn, name: str) -> DraftTree:
     """Generate a source's candidates: siblings' probabilities add up to 1 at most, best first."""
-    grown = TreeBuilder(9)
-    left, p_reached = [1.0], [1.0]
+    tokens, parents, left, p_reached = [9], [-1], [1.0], [1.0]
     for parent, token, share in draw(
         st.lists(st.tuples(st.integers(0, 6), st.integers(0, 3), st.floats(0.05, 0.95)), max_size=7)
     ):
-        if parent < len(left) and (*paths(grown)[parent], token) not in paths(grown):
+        if parent < len(left) and (parent, token) not in zip(parents, tokens, strict=True):
             p_reached.append(p_reached[parent] * left[parent] * share)
             left[parent] *= 1 - share
             left.append(1.0)
-            grown.child(parent, token, p_reached[-1], name)
-    return grown.tree().best_first()
+            tokens.append(token)
+            parents.append(parent)
+    return DraftTree(tokens, parents, p_reached[1:], (name,) * (len(tokens) - 1))
 
 
-def merged(sources: list[DraftTree], max_nodes: int) -> DraftTree:
-    return merge(sources).best_first(max_nodes)
+def merged(sources: list[DraftTree]) -> Candidates:
+    return Candidates(9, [*map(TreeNode, sources)], branching=True, max_depth=99)
 
 
-def paths(of: DraftTree | TreeBuilder) -> list[Path]:
+def paths(of: DraftTree) -> list[Path]:
     """Return the path of tokens to each node, the root's first."""
     found: list[Path] = [()]
     for token, parent in zip(of.tokens[1:], of.parents[1:], strict=True):
@@ -46,32 +45,41 @@ def paths(of: DraftTree | TreeBuilder) -> list[Path]:
     return found
 
 
-@given(candidates("first"), candidates("second"), candidates("third"), st.integers(0, 9))
+def own_of(tree: DraftTree) -> dict[Path, float]:
+    """The probability that a tree gives to each path."""
+    return dict(zip(paths(tree)[1:], tree.p_reached, strict=True))
+
+
+@given(candidates("first"), candidates("second"), candidates("third"))
 def test_merged_candidates_are_all_paths_with_probabilities_that_add_up(
-    first: DraftTree, second: DraftTree, third: DraftTree, max_nodes: int
+    first: DraftTree, second: DraftTree, third: DraftTree
 ) -> None:
     sources = {"first": first, "second": second, "third": third}
-    found = merged([first, second, third], 99)
+    found = merged([first, second, third]).tree(99)
     p_of = dict(zip(paths(found), [1.0, *found.p_reached], strict=True))
     assert len(p_of) == len(found.tokens)
-    assert p_of.keys() == {path for source in sources.values() for path in paths(source)}
+    # Only nodes that are hardly ever right are left out, with all below them.
+    proposed = {path for source in sources.values() for path in paths(source)}
+    assert p_of.keys() <= proposed
+    assert all(p_first < 0.011 or path in p_of for path, p_first in own_of(first).items())
     assert [*found.p_reached] == sorted(found.p_reached, reverse=True)
     siblings: dict[Path, float] = defaultdict(float)
     for path in paths(found)[1:]:
         siblings[path[:-1]] += p_of[path]
         assert p_of[path] <= p_of[path[:-1]]
     assert all(total <= p_of[above] + 1e-9 for above, total in siblings.items())
-    for path, p_first in zip(paths(first)[1:], first.p_reached, strict=True):
-        assert p_of[path] >= p_first * (1 - 1e-9)
+    for path, p_first in own_of(first).items():
+        assert p_of.get(path, 0.01) >= p_first * (1 - 1e-9)
     for path, origin in zip(paths(found)[1:], found.origins, strict=True):
         assert origin == next(name for name in sources if path in paths(sources[name]))
-    cut = merged([first, second, third], max_nodes)
-    assert paths(cut) == paths(found)[: max_nodes + 1]
-    assert cut.p_reached == found.p_reached[:max_nodes]
-    for n_draft in range(len(cut.tokens)):
-        by_depth = cut.p_by_depth(n_draft)
-        for depth, p_depth in enumerate(by_depth, start=1):
-            of_depth = [p_of[path] for path in paths(cut)[1 : n_draft + 1] if len(path) == depth]
+    growing = merged([first, second, third])
+    for n_draft in range(len(found)):
+        cut = growing.tree(n_draft)
+        assert cut == found.first(n_draft)
+        assert growing.p_of(n_draft) == (*found.p_reached, 0.0)[n_draft]
+        assert len(growing) == n_draft  # nothing was added that was not asked for
+        for depth, p_depth in enumerate(growing.p_by_depth(n_draft), start=1):
+            of_depth = [p_of[path] for path in paths(cut)[1:] if len(path) == depth]
             assert abs(p_depth - sum(of_depth)) < 1e-9
 
 
@@ -84,14 +92,11 @@ def test_merged_candidates_are_all_paths_with_probabilities_that_add_up(
 def test_the_nodes_that_are_left_out_are_in_no_best_draft(
     text: list[int], slopes: list[float], branching: bool, rate: float
 ) -> None:
-    """A tree cut off where further rows cannot pay still has the whole tree's best draft."""
+    """A plan that ends where no further row can pay has the best draft of all candidates."""
     curve = CostCurve(enumerate(accumulate(slopes, initial=1.0), start=1))
-    index, model = SuffixIndex(text), AcceptanceModel()
-    evidence = "context", index.tokens, index.occurrences(), model
-
-    def best(least_p: list[float]) -> tuple[float, int]:
-        limits = Limits(50, curve.widest - 1, branching, least_p)
-        tree = SuffixTree(text[-1], *evidence, limits).tree()
-        return best_draft(expected_tokens(tree.p_reached), curve.table, rate)
-
-    assert best(curve.cheapest_rows) == best([0.0] * curve.widest)
+    planner = suffix_planner(curve, branching=branching)
+    planner.begin(text)
+    planner.policy.rate, planner.policy.bank = rate, 1e9
+    everything = planner.search(50).tree(curve.widest - 1)
+    best = best_draft(expected_tokens(everything.p_reached), curve.table, rate)[1]
+    assert planner.propose(50) == everything.first(best)

@@ -7,10 +7,17 @@ from collections.abc import Sequence
 
 import pytest
 
+from mlxspec.drafting.candidates import Candidates
 from mlxspec.drafting.costs import CostCurve, FixedCosts
-from mlxspec.drafting.drafter import Drafter, DraftTree, Limits, VerifiedStep
+from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.sources import DrafterSource, PromptLookupDrafter
+
+
+def found(source: DrafterSource, max_depth: int = 100) -> DraftTree:
+    """What it proposes."""
+    (root,) = source.search(max_depth)
+    return Candidates(2, [root], branching=True, max_depth=max_depth).tree(12)
 
 
 class Always(Drafter):
@@ -32,9 +39,9 @@ def test_no_draft_becomes_certain_or_impossible(token: int, first: float) -> Non
     source.begin([token])
     step = VerifiedStep(DraftTree.chain(token), (token,), (token,), (), (token,))
     for _ in range(400):
-        found = source.search(Limits(100, 12, True, []))
+        proposed = found(source)
         source.observe(step)
-    assert found.p_reached[0] == pytest.approx(first)
+    assert proposed.p_reached[0] == pytest.approx(first)
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
@@ -75,11 +82,11 @@ def test_probabilities_that_a_drafter_knows_are_taken_and_a_limit_is_an_integer(
     source.begin([2])
     step = VerifiedStep(DraftTree.chain(2), (2,), (2,), (), (2,))
     for _ in range(3):
-        found = source.search(Limits(100, 12, True, []))
+        proposed = found(source)
         source.observe(step)
-    assert found.p_reached == (0.9, 0.3)
-    assert found.origins == ("Knowing",) * 2
-    assert source.search(Limits(1, 12, True, [])).p_reached == (0.9,)
+    assert proposed.p_reached == pytest.approx((0.9, 0.3))
+    assert proposed.origins == ("Knowing",) * 2
+    assert found(source, 1).p_reached == (0.9,)
 
 
 def test_all_sources_end_even_if_a_user_s_drafter_raises() -> None:

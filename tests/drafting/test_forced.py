@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from mlxspec.drafting.candidates import Candidates, TreeNode
 from mlxspec.drafting.drafter import (
     Drafter,
     DraftTree,
-    Limits,
-    TreeBuilder,
     VerifiedStep,
-    united,
 )
 from mlxspec.drafting.sources import forced_chain, with_forced
 
@@ -81,21 +79,16 @@ def test_forced_tokens_come_first_and_each_drafter_sees_its_own(branching: bool)
     assert own.seen[0].accepted == (1, 2)
 
 
-def limits(nodes: int) -> Limits:
-    return Limits(16, nodes, True, [])
-
-
 def test_candidates_that_may_not_come_are_left_out_forced_chain_ones_are_put_in() -> None:
-    builder = TreeBuilder(0)
-    a = builder.child(0, ord("a"), 0.5, "lookup")
-    b = builder.child(a, ord("b"), 0.4, "lookup")
-    builder.child(0, ord("z"), 0.3, "lookup")
-    builder.child(b, ord("x"), 0.2, "lookup")
-    builder.child(b, ord("q"), 0.1, "lookup")
+    tree = DraftTree(
+        tuple(map(ord, "\0abzxq")),
+        (-1, 0, 1, 0, 2, 2),
+        (0.5, 0.4, 0.3, 0.2, 0.1),
+        ("lookup",) * 5,
+    )
     guide = Spelled("abxcd", "abyef")
-    candidates = guide.allowed(builder.tree())
-    forced = forced_chain(0, guide.forced())
-    found = united([forced, candidates], limits(16))
+    roots = [TreeNode(forced_chain(0, guide.forced())), TreeNode(guide.allowed(tree))]
+    found = Candidates(0, roots, branching=True, max_depth=16).tree(16)
     texts = [text_of(found, node) for node in range(1, len(found.tokens))]
     reached = dict(zip(texts, found.p_reached, strict=True))
     assert set(reached) == {"a", "ab", "abx"}
@@ -103,5 +96,5 @@ def test_candidates_that_may_not_come_are_left_out_forced_chain_ones_are_put_in(
     assert reached["ab"] == pytest.approx(0.99**2)
     assert reached["abx"] == pytest.approx(0.99**2 * 0.5)
     assert found.origins == ("grammar", "grammar", "lookup")
-    assert len(united([forced, candidates], limits(2)).tokens) == 3
+    assert len(Candidates(0, roots, branching=True, max_depth=2).tree(16)) == 3
     assert forced_chain(0, Spelled("abx").forced()) == chain("abx")

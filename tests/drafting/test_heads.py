@@ -10,10 +10,10 @@ import pytest
 
 from mlxspec.bench.policies import verify
 from mlxspec.bench.replay import replay
+from mlxspec.drafting.candidates import Candidates, TreeNode
 from mlxspec.drafting.costs import CostCurve, FixedCosts
 from mlxspec.drafting.drafter import (
     DraftTree,
-    Limits,
     NoDraft,
     VerifiedStep,
 )
@@ -314,9 +314,9 @@ def test_heads_of_a_joint_step_run_together() -> None:
     assert [head.runs for head in heads] == [[(4, 3)]] * 3
     assert {plan.head_time for plan in plans} == {0.2}
     trees = [planner.draft(plan) for planner, plan in zip(planners, plans, strict=True)]
-    assert [len(tree) for tree in trees] == [5, 5, 5]
+    assert [len(tree) for tree in trees] == [5, 5, 3]  # no deeper than its output may be
     charged = sum(plan.charge for plan in plans)
-    assert charged == pytest.approx(3 + 4 * (0.2 + FLAT(13) - 1))  # charged to all who wait
+    assert charged == pytest.approx(3 + 4 * (0.2 + FLAT(11) - 1))  # charged to all who wait
 
 
 def test_a_head_that_is_not_ready_is_left_out_of_a_joint_step() -> None:
@@ -334,7 +334,13 @@ def test_a_head_that_is_not_ready_is_left_out_of_a_joint_step() -> None:
 
 # --- text and head in one tree ---
 
-LIMITS = Limits(64, 31, True, [0.0] * 32)
+
+def together(text: DraftTree, head: DraftTree, branching: bool) -> DraftTree:
+    planner = begun(Scripted())
+    planner.branching = branching
+    candidates = Candidates(2, [TreeNode(text)], branching=branching, max_depth=64)
+    candidates.tree(31)
+    return planner.with_head(candidates, head, 64).tree(31)
 
 
 @pytest.mark.parametrize(
@@ -347,19 +353,17 @@ LIMITS = Limits(64, 31, True, [0.0] * 32)
 def test_the_likelier_token_keeps_its_probability(
     p_text: float, p_head: float, p_reached: dict[int, float]
 ) -> None:
-    planner = begun(Scripted())
     text, head = (DraftTree((2, t), (-1, 0), (p,)) for t, p in ((7, p_text), (8, p_head)))
-    tree = planner.with_head(text, head, LIMITS)
+    tree = together(text, head, branching=True)
     assert dict(zip(tree.tokens[1:], tree.p_reached, strict=True)) == pytest.approx(p_reached)
-    chain = planner.with_head(text, head, LIMITS._replace(branching=False))
+    chain = together(text, head, branching=False)
     assert chain.tokens[1:] == (max(p_reached, key=lambda token: p_reached[token]),)
 
 
 def test_text_and_head_that_agree_share_nodes() -> None:
-    planner = begun(Scripted())
     text = DraftTree((2, 7), (-1, 0), (0.8,), ("context",))
     head = DraftTree((2, 7, 8), (-1, 0, 1), (0.6, 0.54), (HEAD, HEAD))
-    tree = planner.with_head(text, head, LIMITS._replace(branching=False))
+    tree = together(text, head, branching=False)
     assert tree.tokens == (2, 7, 8)
     assert tree.p_reached == pytest.approx((0.8, 0.72))
     assert tree.origins == ("context", HEAD)

@@ -3,10 +3,17 @@
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlxspec.corpus.suffix_index import Continuation, Occurrence
 from mlxspec.drafting import acceptance
-from mlxspec.drafting.acceptance import AcceptanceModel, Corrections, token_classes
+from mlxspec.drafting.acceptance import (
+    TOKEN_FEATURES,
+    AcceptanceModel,
+    Corrections,
+    token_classes,
+)
 
 _EXPECTED = {
     "▁the": acceptance.WORD_START,
@@ -105,3 +112,28 @@ def test_experience_moves_the_estimates(truth: bool) -> None:
     assert after > max(before, 0.9) if truth else after < min(before, 0.1)
     model.begin()
     assert p_accept(model, continuation(2))[0] == before
+
+
+@given(
+    length=st.integers(1, 600),
+    newest=st.integers(10, 90),
+    count=st.integers(1, 8),
+    depth=st.integers(1, 700),
+    token=st.integers(0, 12),
+    earlier=st.booleans(),
+    weights=st.dictionaries(st.integers(0, TOKEN_FEATURES + 12), st.floats(-1, 1)),
+)
+def test_where_all_occurrences_agree_the_fast_way_says_the_same(
+    length: int,
+    newest: int,
+    count: int,
+    depth: int,
+    token: int,
+    earlier: bool,
+    weights: dict[int, float],
+) -> None:
+    model = AcceptanceModel(bytes([0, 3, 5, 6, 1, 2, 4, 0, 3, 1]), earlier=earlier)
+    model.begin([Corrections(weights)], output_start=200)
+    one = Continuation(token, length, newest, [Occurrence(length, newest)] * count)
+    ((expected, _, _),) = model.estimate([one], 100, depth, 7, 6)
+    assert model.unanimous(one, 100)(token, 7, depth) == pytest.approx(expected)

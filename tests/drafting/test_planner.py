@@ -14,11 +14,12 @@ from mlxspec.bench.replay import MAX_DEPTH, replay
 from mlxspec.corpus.answer_index import AnswerIndex
 from mlxspec.corpus.suffix_index import SEPARATOR, Occurrence
 from mlxspec.drafting.acceptance import AcceptanceModel, Corrections
+from mlxspec.drafting.candidates import Candidates
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve, FixedCosts, KnownTime, LiveCosts
-from mlxspec.drafting.drafter import DraftTree, Limits, VerifiedStep, united
+from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.planner import Planner, allowed_shortfall
-from mlxspec.drafting.suffix_source import SuffixSource, SuffixTree
+from mlxspec.drafting.suffix_source import SuffixSource, Text, TextNode
 from tests.support.planners import suffix_planner
 
 FLAT = CostCurve([(1, 1), (32, 1.3)])
@@ -255,12 +256,12 @@ def test_the_context_comes_before_the_memory_and_this_before_the_prediction() ->
     memory, prediction = AnswerIndex(), [3, 4, 5, 6]
     memory.add([1, 2, *prediction])
     memory.settle()
-    limits = Limits(2, 8, True, [0.0] * 9)
 
     def origins(prompt: list[int], **earlier: Any) -> tuple[str, ...]:
         source = SuffixSource(**earlier)
         source.begin(prompt)
-        tree = source.search(limits)
+        roots = source.search(2)
+        tree = Candidates(2, roots, branching=True, max_depth=2).tree(8)
         assert tree.tokens[:3] == (2, 3, 4)
         accepted = VerifiedStep(tree, (3, 4, 9), (3, 4, 9), (1, 2), (3, 4, 9))
         source.observe(accepted)
@@ -280,8 +281,8 @@ def test_where_texts_agree_a_child_has_the_higher_probability() -> None:
     sure, unsure = (Corrections(dict.fromkeys(every_token, by)) for by in (0.3, -0.1))
 
     def candidates(*evidence: tuple[Any, ...], branching: bool = True) -> DraftTree:
-        limits = Limits(4, 8, branching, [0.0] * 9)
-        return united([SuffixTree(5, *one, limits).tree() for one in evidence], limits)
+        roots = [TextNode(Text(name, text, model), 5, at) for name, text, at, model in evidence]
+        return Candidates(5, roots, branching=branching, max_depth=4).tree(8)
 
     def says(name: str, tokens: list[int], taught: Corrections) -> tuple[Any, ...]:
         model = AcceptanceModel(earlier=True)

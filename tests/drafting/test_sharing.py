@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
 from mlxspec.drafting.drafter import DraftTree, VerifiedStep, accept
-from mlxspec.drafting.planner import Planner, plan_drafts
+from mlxspec.drafting.planner import Planner, Policy, plan_drafts
 from mlxspec.drafting.suffix_source import SuffixSource
 from tests.drafting.test_live_costs import ANY_TIME
 from tests.support.planners import suffix_planner
@@ -94,6 +94,56 @@ def test_nobody_waits_long_for_the_drafts_of_others(patient: bool) -> None:
     waits.policy.patience = 4.0
     copied, _ = trees([copies, waits], costs, sequences=2, patient=patient)
     assert len(copied) > 1
+
+
+def plain_step(seconds: float = 0.0) -> VerifiedStep:
+    return VerifiedStep(DraftTree.chain(9), (9,), (9,), (), (9,), planning=seconds)
+
+
+def test_planning_that_does_not_pay_takes_a_small_share_of_the_time() -> None:
+    """Text that never repeats, in steps of a second, of which planning takes a tenth."""
+    planner = suffix_planner(FOUR_FREE)
+    searches = []
+
+    def search(max_depth: int) -> list[Any]:
+        searches.append(max_depth)
+        return []
+
+    planner._sources[0].search = search
+    planner.begin(range(200, 240))
+    planner.policy.gain = 0.0
+    for _ in range(1000):
+        before = len(searches)
+        planner.propose(64)
+        planner.observe(plain_step(0.1 * (len(searches) - before)))
+    assert 0.018 < 0.1 * len(searches) / 1000 < 0.022
+    assert planner.policy.bank > 1
+
+
+def test_while_drafts_pay_planning_is_never_skipped() -> None:
+    policy = Policy()
+    for _ in range(100):
+        policy.settle(plain_step(), 1.0, gain=0.3, probing=False, planning=0.3)
+        assert policy.budget >= 0
+    for _ in range(100):  # however long nothing pays, a few steps without planning suffice
+        policy.settle(plain_step(), 1.0, gain=0.0, probing=False, planning=0.3)
+    for _ in range(26):
+        policy.settle(plain_step(), 1.0, gain=0.0, probing=False)
+    assert policy.budget >= 0
+
+
+def test_one_probe_serves_all_sequences_of_a_joint_step() -> None:
+    costs = FixedCosts(FOUR_FREE, sync_overhead=0.0, wants_plain_steps=True)
+    planners = [copying(1.2), copying(1.2)]
+    drafted = []
+    for costs.steps in range(360):
+        for planner in planners:
+            planner.policy.gain = 0.1
+        drafted.append(any(len(tree) > 1 for tree in trees(planners, costs, sequences=2)))
+    assert drafted.count(False) == 12
+    planners[0].policy.gain = 0.3  # together more than the least gain
+    costs.steps = drafted.index(False)
+    assert all(len(tree) > 1 for tree in trees(planners, costs, sequences=2))
 
 
 @given(

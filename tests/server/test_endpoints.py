@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -337,7 +338,10 @@ def test_the_server_reports_its_state(server: Running, client: OpenAI) -> None:
         assert status["requests"] == []
         assert all(status["memory"][kind] >= 0 for kind in ("active", "cache", "peak"))
         generated = status["totals"]["generated"]
-        assert f"mlxspec_generated_tokens_total {generated:.1f}" in http.get("/metrics").text
+        metrics = http.get("/metrics").text
+        assert f"mlxspec_generated_tokens_total {generated:.1f}" in metrics
+        (share,) = re.findall(r"^mlxspec_planning_share (\S+)$", metrics, re.MULTILINE)
+        assert 0 < float(share) < 1
 
 
 # --- errors ---
