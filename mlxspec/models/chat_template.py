@@ -43,7 +43,8 @@ def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) 
 
     So do many with a second or late system message; others fail. What the template takes stays.
     Otherwise, system and developer messages at the beginning are joined, or begin the first user
-    message if the template takes none. Later ones become the user's, within ``<system-reminder>``.
+    message if the template takes none, or none without a user. Later ones become the user's,
+    within ``<system-reminder>``.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -83,7 +84,8 @@ def _with_systems_in_place(
         ]
     count = next((at for at, role in enumerate(roles) if role not in _SYSTEM), len(roles))
     first, later = messages[:count], messages[count:]
-    if first and not takes(first[0]["role"]):
+    # With system messages alone, many templates render nothing, or demand a question.
+    if first and not (takes(first[0]["role"]) and (later or takes(first[0]["role"], "alone"))):
         return _given_to_users(later, opening=first)
     if count > 1 and not takes("system", "again"):
         first = [{**first[0], "content": _joined(message.get("content") for message in first)}]
@@ -178,7 +180,8 @@ def _shown_contents(
     """Whether a template shows the contents of a role if they are texts, and if they are lists.
 
     None if it fails. This is found out once, from marked contents. The place is "again" for a
-    second message of this role, "later" for further ones, and otherwise the role's usual one.
+    second message of this role, "later" for further ones, "alone" for one without others, and
+    otherwise the role's usual one.
     """
     known: dict[Any, Any] = vars(tokenizer).setdefault("_mlxspec_shown_contents", {})
     # Tools may select another template, or another branch of it.
@@ -209,6 +212,7 @@ def _shows(
     conversations: dict[str, Messages] = {
         "again": [marked, marked, user],
         "later": [marked, user, marked, answer, marked, user, marked],
+        "alone": [marked],
         "user": [marked],
         "assistant": [user, marked, user],
         "tool": [

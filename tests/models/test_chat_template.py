@@ -172,6 +172,24 @@ def test_what_the_template_takes_stays(
         assert apply_template(tokenizer, sent, tokenize=False) == expected
 
 
+WITHIN_THE_QUESTION = """\
+{% if messages[0].role == 'system' %}{% set system, messages = messages[0].content, messages[1:] %}\
+{% endif %}{% for m in messages %}\
+<{{ m.role }}>{% if loop.first and system %}{{ system }}: {% endif %}{{ m.content }}{% endfor %}"""
+"""As Gemma 3's."""
+
+
+@pytest.mark.parametrize("template", [WITHIN_THE_QUESTION, system_templates.MISTRAL])
+def test_a_system_message_alone_is_the_question_where_it_would_get_lost(
+    tokenizer: Any, template: str
+) -> None:
+    tokenizer._tokenizer.chat_template = template
+    for alone in (ONLY, talk("system: a\n\nb")):
+        expected = tokenizer.apply_chat_template(talk("user: a\n\nb"), tokenize=False)
+        assert "a\n\nb" in expected
+        assert apply_template(tokenizer, alone, tokenize=False) == expected
+
+
 def test_mistral_s_system_message_comes_before_the_last_question(tokenizer: Any) -> None:
     tokenizer._tokenizer.chat_template = system_templates.MISTRAL
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
