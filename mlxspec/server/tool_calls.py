@@ -432,11 +432,13 @@ _WORD = re.compile(r"[\w-]")
 
 def _kimi_k2(read: TextReader, tools: Tools, calls: Calls, marker: str) -> Reading[None]:
     """Read calls with ids such as ``functions.name:0``, each with a JSON object."""
+    ends: tuple[str, ...] = ()  # a section without calls is text
     while True:
         yield from read.space()
-        mark = yield from read.one_of("<|tool_call_begin|>", "<|tool_calls_section_end|>")
-        if mark == "<|tool_calls_section_end|>":
+        mark = yield from read.one_of("<|tool_call_begin|>", *ends)
+        if mark in ends:
             return
+        ends = ("<|tool_calls_section_end|>",)
         yield from read.space()
         prefix = yield from read.maybe("functions.")
         name = yield from read.one_of(*tools)
@@ -580,11 +582,13 @@ def _pairs(tag: str) -> Callable[[TextReader, Tools, Calls, str], Reading[None]]
 
 def _kimi_k3(read: TextReader, tools: Tools, calls: Calls, marker: str) -> Reading[None]:
     """Read calls whose arguments are elements that name their types, or are one JSON object."""
+    ends: tuple[str, ...] = ()
     while True:
         yield from read.space()
-        mark = yield from read.one_of("<|open|>call", "<|close|>tools<|sep|>")
-        if mark == "<|close|>tools<|sep|>":
+        mark = yield from read.one_of("<|open|>call", *ends)
+        if mark in ends:
             return
+        ends = ("<|close|>tools<|sep|>",)
         name = tools.checked((yield from _attributes(read)).get("tool"))
         arguments: dict[str, Any] = {}
         text = None
@@ -749,7 +753,7 @@ def _pythonic(read: TextReader, tools: Tools, calls: Calls, marker: str) -> Read
         yield from read.space()
         mark = yield from read.one_of(",", "]")
     yield from read.space()
-    yield from read.one_of("<|tool_call_end|>")
+    yield from read.one_of("<|tool_call_end|>", "")
 
 
 def _python_value(read: TextReader, schema: object, root: Mapping[str, Any]) -> Reading[Any]:

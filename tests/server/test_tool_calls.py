@@ -578,9 +578,20 @@ MEANINGS: dict[str, Sequence[tuple[str, Sequence[Event]]]] = {
          [called(path="a\nb", lines=[1], maybe=None)]),
         ('<|tool_call_start|>[{"name": "read", "arguments": {"count": 1}}]<|tool_call_end|>',
          [called(count=1)]),
+        ("<|tool_call_start|>[read(count=1)]", [called(count=1)]),
         *((text, [("text", text)]) for text in (
             "<|tool_call_start|>[read(1)]<|tool_call_end|>", "<|tool_call_start|>[]",
         )),
+    ],
+    "kimi_k2": [
+        (text, [("text", text)]) for text in (
+            "A:\n<|tool_calls_section_begin|>\n<|tool_calls_section_end|>\nB",
+        )
+    ],
+    "kimi_k3": [
+        (text, [("text", text)]) for text in (
+            "A:\n<|open|>tools<|sep|>\n<|close|>tools<|sep|>\nB",
+        )
     ],
     "harmony": [
         ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi",
