@@ -167,9 +167,9 @@ def _quantised_by(config: dict[str, Any]) -> str | None:
 
 
 def check_scales(model: nn.Module) -> None:
-    """Check that a model has no weights of 8 bits without scales.
+    """Check that a model has no weights of 8 bits, or of whole numbers, without scales.
 
-    MLX would take them for small whole numbers. It reads FP8 as ``uint8``.
+    MLX would compute with these numbers as they are. It reads FP8 as ``uint8``.
 
     Raises:
         LoadError: it has some.
@@ -178,9 +178,14 @@ def check_scales(model: nn.Module) -> None:
     for name, array in parameters.items():
         module = name.rpartition(".")[0]
         scales = {f"{module}.scales", f"{module}.weight_scale"}
-        if array.dtype in (mx.int8, mx.uint8) and not scales & parameters.keys():
+        if mx.issubdtype(array.dtype, mx.floating) or scales & parameters.keys():
+            continue
+        # Other parameters, such as tables of experts, may be whole numbers.
+        if array.dtype in (mx.int8, mx.uint8) or name.endswith((".weight", ".bias")):
+            kind = str(array.dtype).rpartition(".")[2]
+            held = "8 bits" if kind in ("int8", "uint8") else f"numbers of type {kind}"
             raise LoadError(
-                f"the weights {name} have 8 bits, but no scales that mlx-lm reads; use the "
+                f"the weights {name} have {held}, but no scales that mlx-lm reads; use the "
                 "original in 16 bits, and quantise it with `mlxspec convert -q`"
             )
 

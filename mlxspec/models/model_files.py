@@ -287,14 +287,6 @@ def check_weights(directory: Path) -> list[mx.array]:
     return [tensor for path in paths for tensor in check_weights_file(path).values()]
 
 
-_IN_16_BITS = "use the original in 16 bits, and quantise it with `mlxspec convert -q`"
-_UNSUPPORTED = {
-    "F64": "convert the model with `mlxspec convert`, which casts it",
-    **dict.fromkeys(("F8_E5M2", "F8_E8M0", "F4", "F6_E2M3", "F6_E3M2"), _IN_16_BITS),
-}
-"""Types of tensors in safetensors files that MLX cannot read, each with a remedy."""
-
-
 def read_weight_map(directory: Path) -> dict[str, str]:
     """The file of each tensor, from the index of a model's weights; empty if there is no index.
 
@@ -321,17 +313,20 @@ def check_weights_file(path: Path) -> dict[str, mx.array]:
         raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (SafetensorError, RuntimeError, ValueError) as error:
         if "unsupported dtype" in str(error):
-            raise LoadError(f"{path}: {_unsupported_type(path)}") from error
+            kind = str(error).split()[-1]
+            raise LoadError(f"{path}: {_unsupported_type(path, kind)}") from error
         raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
 
 
-def _unsupported_type(path: Path) -> str:
-    """The error about the first tensor of a whole file whose type MLX cannot read."""
-    types = tensor_types(path)
-    known = [(name, kind) for name, kind in types.items() if kind in _UNSUPPORTED]
-    name, kind = known[0] if known else next(iter(types.items()))
+def _unsupported_type(path: Path, kind: str) -> str:
+    """The error about the first tensor of a whole file whose type is one that MLX cannot read."""
+    name = next(name for name, own in tensor_types(path).items() if own == kind)
     named = f"the tensor {printable(name)} has the type {kind}"
-    return f"{named}, which MLX cannot read; {_UNSUPPORTED.get(kind, _IN_16_BITS)}"
+    if kind == "F64":
+        remedy = "convert the model with `mlxspec convert`, which casts it"
+    else:
+        remedy = "use the original in 16 bits, and quantise it with `mlxspec convert -q`"
+    return f"{named}, which MLX cannot read; {remedy}"
 
 
 def tensor_types(path: Path) -> dict[str, str]:

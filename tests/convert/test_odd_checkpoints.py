@@ -106,13 +106,13 @@ def test_the_type_that_the_configuration_names_is_taken(
 
 def raw_file(path: Path, dtype: str) -> None:
     """Return a file with one tensor of a type that MLX or NumPy may lack."""
-    width = {"F64": 8, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1}[dtype]
+    width = {"F64": 8, "I64": 8, "I32": 4}.get(dtype, 1)
     tensor = {"dtype": dtype, "shape": [64], "data_offsets": [0, 64 * width]}
     header = json.dumps({NORM: tensor}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64 * width))
 
 
-@pytest.mark.parametrize("dtype", ["F64", "F8_E5M2"])
+@pytest.mark.parametrize("dtype", ["F64", "F8_E5M2", "F8_E4M3FNUZ"])
 def test_a_tensor_of_a_type_that_mlx_lacks_is_named(source: Path, dtype: str) -> None:
     file = source / "model-2.safetensors"
     raw_file(file, dtype)
@@ -179,6 +179,16 @@ def test_weights_of_8_bits_without_scales_are_refused(source: Path, dtype: str) 
         load(source)
 
 
+@pytest.mark.parametrize(("dtype", "named"), [("I64", "int64"), ("I32", "int32"), ("BOOL", "bool")])
+def test_weights_of_whole_numbers_are_refused(source: Path, dtype: str, named: str) -> None:
+    weights = tensors(source)
+    del weights[NORM]
+    mx.save_safetensors(str(source / "model.safetensors"), weights)
+    raw_file(source / "model-2.safetensors", dtype)
+    told = f"{source}: the weights {NORM} have numbers of type {named}, but no scales"
+    assert refused(source).startswith(told)
+
+
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "affine"])
 def test_scales_of_8_bits_are_scales(source: Path, mode: str) -> None:
     out = source.parent / "out"
@@ -205,8 +215,11 @@ def test_adapters_alone_are_named(tmp_path: Path) -> None:
         find_adapters(adapters)
 
 
-def test_a_model_without_a_longest_context_is_converted_and_loaded(source: Path) -> None:
-    settings(source, max_position_embeddings=None)
+@pytest.mark.parametrize("name", ["max_position_embeddings", "attention_bias", "rope_scaling"])
+def test_a_model_with_a_setting_that_is_null_is_converted_and_loaded(
+    source: Path, name: str
+) -> None:
+    settings(source, **{name: None})
     convert(hf_path=source, mlx_path=source.parent / "out")
     for directory in (source, source.parent / "out"):
         _, tokenizer = load(directory)
