@@ -126,19 +126,23 @@ def load_tokenizer(
 
 
 def _config_without_nulls(directory: Path) -> Any:
-    """The model's settings for transformers, if it would refuse ``max_position_embeddings: null``.
+    """The model's settings for transformers, if it would refuse those that are null.
 
     It reads them to choose the tokenizer's class.
     """
     path = directory / "config.json"
     config = read_json_object(path) if path.is_file() else {}
-    if config.get("max_position_embeddings", 0) is not None:
-        return None
     settings = {name: value for name, value in config.items() if value is not None}
-    try:
-        return AutoConfig.for_model(**settings)
-    except (KeyError, TypeError, ValueError):  # a type that transformers lacks
+    if len(settings) == len(config):
         return None
+    try:
+        AutoConfig.for_model(**config)
+    except Exception:  # transformers' checks raise exceptions of any type
+        try:
+            return AutoConfig.for_model(**settings)
+        except Exception:  # a type that transformers lacks
+            return None
+    return None
 
 
 def _older_template(directory: Path) -> dict[str, Any]:
