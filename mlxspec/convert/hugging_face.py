@@ -13,7 +13,12 @@ from ..errors import LoadError, printable
 from ..models.heads import Head
 from ..models.heads import loading as heads
 from ..models.heads.chains import QwenMTP, norms_centred_at_zero
-from ..models.model_files import WEIGHTS, tensor_types, without_byte_order_marks
+from ..models.model_files import (
+    WEIGHTS,
+    read_json_object,
+    tensor_types,
+    without_byte_order_marks,
+)
 
 # Never *.py, since a repository's code is not trusted.
 _COPIED = (
@@ -30,7 +35,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
     and copy Python files.
 
     Raises:
-        LoadError: there is no tokenizer, or its SentencePiece model is of an unsupported kind.
+        LoadError: there is no tokenizer, a file is damaged, or its SentencePiece model is of an
+            unsupported kind.
     """
     from ..models.tokenizer import HUGGING_FACE_FILES, write_tokenizer
 
@@ -38,6 +44,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         for pattern in _COPIED:
             for path in plain.glob(pattern):
                 if path.is_file() and path.suffix != ".py":
+                    if path.suffix == ".json":
+                        read_json_object(source / path.name)  # raises if it is damaged
                     shutil.copyfile(path, target / path.name)
     if not any((source / name).is_file() for name in HUGGING_FACE_FILES):
         write_tokenizer(source, target)

@@ -224,3 +224,9 @@ def test_a_model_with_a_setting_that_is_null_is_converted_and_loaded(
     for directory in (source, source.parent / "out"):
         _, tokenizer = load(directory)
         assert tokenizer.encode("a")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "vocab.json"])
+def test_a_truncated_file_of_the_tokenizer_is_named(source: Path, name: str) -> None:
+    (source / name).write_text('{"a": ')
+    assert refused(source).startswith(f"{source / name}: not valid JSON")
