@@ -344,6 +344,8 @@ def _json_call(read: TextReader, tools: Tools, calls: Calls) -> Reading[None]:
         yield from read.space()
         mark = yield from read.one_of(",", "}")
     name = tools.checked(_text_of(found.get("name", "")))
+    if found.keys().isdisjoint(_ARGUMENTS) and not found.keys() <= _WITHOUT_ARGUMENTS:
+        raise Unexpected  # the arguments may be under another key: {} would lose them
     # If both are there, the first counts, which may have been sent already.
     arguments = next((found[key] for key in found if key in _ARGUMENTS), "{}")
     if arguments.startswith('"'):  # some models write the object as a string
@@ -358,6 +360,7 @@ def _json_call(read: TextReader, tools: Tools, calls: Calls) -> Reading[None]:
 
 _ID = re.compile(r"[\w.:-]+", re.ASCII)
 _ARGUMENTS = ("arguments", "parameters")
+_WITHOUT_ARGUMENTS = {"name", "id", "type"}  # keys of calls without arguments
 
 
 def _text_of(value: str) -> str:

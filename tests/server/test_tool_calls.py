@@ -481,6 +481,7 @@ MEANINGS: dict[str, Sequence[tuple[str, Sequence[Event]]]] = {
             '<tool_call>{"name": "read", "arguments": {"path": 1,}}</tool_call>',
             '<tool_call>{"name": "read", "arguments": {]}}</tool_call>',
             '<tool_call>{"name": ["read"], "arguments": {}}</tool_call>',
+            '<tool_call>{"name": "read", "argument": {"path": "a"}}</tool_call>',
             "<tool_call>" + 100 * "[",
         )),
         ('Use <tool_call>, so:\n<tool_call>{"name": "read"}</tool_call>',
