@@ -2,10 +2,10 @@
 
 The two decoders are in ``mlxspec/generation/decoder.py``, and differ only in their drafters:
 :class:`mlxspec.PromptLookupDecoder` copies what followed an n-gram before
-(``mlxspec/drafting/sources.py``), :class:`mlxspec.LookaheadDecoder` takes the model's own guesses
-of the tokens ahead (``mlxspec/drafting/lookahead.py``). Both share the sampling
+(``mlxspec/drafting/prompt_lookup.py``), :class:`mlxspec.LookaheadDecoder` takes the model's own
+guesses of the tokens ahead (``mlxspec/drafting/lookahead.py``). Both share the sampling
 (:class:`mlxspec.engine.sampling.Chooser`) and the acceptance rule,
-:func:`mlxspec.drafting.drafter.accept`.
+:func:`mlxspec.drafting.accept.accept`.
 """
 
 import os

@@ -24,8 +24,8 @@ from short_answers import SEED, prompts
 import mlxspec
 from mlxspec import AutoDecoder
 from mlxspec.drafting.chips import known_chip
+from mlxspec.drafting.cost_file import CostCache, KnownTimes
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.learned import CostCache, KnownTimes
 from mlxspec.engine.costs import KeptCosts, cost_key
 
 _MOST = 160  # tokens of an answer

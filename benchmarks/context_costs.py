@@ -32,8 +32,8 @@ import numpy as np
 from learned_costs import Machine, Scenario, speeds
 
 from mlxspec.bench.prompts import read_completions
+from mlxspec.drafting.cost_file import CostCache
 from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
-from mlxspec.drafting.learned import CostCache
 from mlxspec.drafting.measurement import QUICK
 from mlxspec.engine.costs import ModelSteps, cost_key, costs_for
 from mlxspec.models.tokenizer import VocabularyClasses, load_tokenizer_of

@@ -19,14 +19,16 @@ from statistics import geometric_mean
 
 from mlxspec.bench.prompts import Completion, read_completions
 from mlxspec.bench.replay import replay
-from mlxspec.drafting.acceptance import TokenClasses
+from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
-from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
-from mlxspec.drafting.learned import Experience
+from mlxspec.drafting.drafter import Drafter
+from mlxspec.drafting.experience import Experience
 from mlxspec.drafting.measurement import QUICK
+from mlxspec.drafting.p_accept import TokenClasses
 from mlxspec.drafting.planner import Planner, trees_pay
 from mlxspec.drafting.suffix_source import SuffixSource
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.models.tokenizer import VocabularyClasses, load_tokenizer_of
 
 _LIMIT = 5  # conversations of a category

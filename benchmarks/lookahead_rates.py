@@ -29,7 +29,7 @@ from mlxspec import Decoder, SpeculationStats
 from mlxspec.bench.prompts import bundled_prompts
 from mlxspec.drafting.drafter import Drafter, NoDraft
 from mlxspec.drafting.lookahead import LookaheadDrafter
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.generation.response import GenerationResponse
 
 _TOKENS = 80

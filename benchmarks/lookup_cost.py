@@ -14,8 +14,9 @@ import random
 import time
 from statistics import median
 
-from mlxspec.drafting.drafter import DraftTree, VerifiedStep
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.accept import VerifiedStep
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.tree import DraftTree
 
 STEPS = 2000
 EMITTED = 3

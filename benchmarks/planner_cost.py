@@ -20,11 +20,12 @@ from statistics import median, quantiles
 
 from mlxspec.bench.replay import replay
 from mlxspec.corpus.suffix_index import SuffixIndex
+from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve, FixedCosts, KnownTime, LiveCosts
-from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.planner import Planner, trees_pay
 from mlxspec.drafting.suffix_source import SuffixSource
+from mlxspec.drafting.tree import DraftTree
 
 _OUTPUT = 10_000  # tokens decoded after the context
 _CONTEXTS = (2_000, 32_000, 100_000)

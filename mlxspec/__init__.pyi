@@ -6,12 +6,12 @@ from .compat import batch_generate as batch_generate
 from .compat import generate as generate
 from .compat import stream_generate as stream_generate
 from .corpus.answer_index import AnswerIndex as AnswerIndex
+from .drafting.accept import VerifiedStep as VerifiedStep
 from .drafting.drafter import Drafter as Drafter
-from .drafting.drafter import DraftTree as DraftTree
-from .drafting.drafter import VerifiedStep as VerifiedStep
 from .drafting.lookahead import LookaheadDrafter as LookaheadDrafter
+from .drafting.prompt_lookup import PromptLookupDrafter as PromptLookupDrafter
 from .drafting.sources import CombinedDrafter as CombinedDrafter
-from .drafting.sources import PromptLookupDrafter as PromptLookupDrafter
+from .drafting.tree import DraftTree as DraftTree
 from .engine.draft_model import DraftModelDrafter as DraftModelDrafter
 from .engine.params import Constraint as Constraint
 from .engine.params import SamplingParams as SamplingParams

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import mlxspec
+from mlxspec.drafting.cost_file import CostCache, KnownTimes
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.learned import CostCache, KnownTimes
 from mlxspec.engine import costs
 from mlxspec.engine.costs import costs_for
 from mlxspec.engine.loaded_model import LoadedModel
@@ -80,7 +80,7 @@ def test_nothing_is_logged_by_the_way_while_a_generation_runs(
 WARNS = """
 import logging, sys
 import mlxspec
-from mlxspec.drafting.learned import CostCache, CostKey
+from mlxspec.drafting.cost_file import CostCache, CostKey
 if sys.argv[1:]:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
 CostCache(__import__("pathlib").Path("/dev/null/x")).update(CostKey({}, {}), {})
@@ -93,7 +93,7 @@ def test_a_program_sees_what_it_has_set_up_to_see(set_up: bool) -> None:
     seen = subprocess.run(arguments, capture_output=True, text=True, check=True).stderr
     if set_up:
         assert seen.startswith(
-            "WARNING mlxspec.drafting.learned: step times, experience and findings about models "
+            "WARNING mlxspec.cache_files: step times, experience and findings about models "
             "cannot be kept in /dev"
         )
     else:

@@ -9,10 +9,11 @@ from itertools import pairwise
 from random import Random
 from typing import Self, cast
 
-from ..drafting.acceptance import TokenClasses
+from ..drafting.accept import VerifiedStep
 from ..drafting.costs import CostCurve, FixedCosts
-from ..drafting.drafter import Drafter, NoDraft, VerifiedStep
+from ..drafting.drafter import Drafter, NoDraft
 from ..drafting.heads import HeadExperience, HeadSource
+from ..drafting.p_accept import TokenClasses
 from ..drafting.planner import Planner
 from ..drafting.sources import DrafterSource
 from ..errors import OptionError

@@ -28,7 +28,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 import mlxspec
 
-from ..drafting.drafter import Drafter, DraftTree
+from ..drafting.drafter import Drafter
+from ..drafting.tree import DraftTree
 from ..engine.costs import machine_identity, model_identity, whole_memory
 from ..engine.loaded_model import LoadedModel
 from ..engine.model_sizes import context_length

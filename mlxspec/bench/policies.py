@@ -9,14 +9,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
-from ..drafting.acceptance import TokenClasses
+from ..drafting.accept import VerifiedStep, accept
 from ..drafting.candidates import Candidates
 from ..drafting.costs import CostCurve, FixedCosts
-from ..drafting.drafter import Drafter, DraftTree, VerifiedStep, accept
-from ..drafting.learned import Experience
+from ..drafting.drafter import Drafter
+from ..drafting.experience import Experience
+from ..drafting.p_accept import TokenClasses
 from ..drafting.planner import Planner, trees_pay
-from ..drafting.sources import PromptLookupDrafter
+from ..drafting.prompt_lookup import PromptLookupDrafter
 from ..drafting.suffix_source import SuffixSource
+from ..drafting.tree import DraftTree
 from ..errors import OptionError
 from ..generation.drafting import Auto
 
@@ -183,7 +185,7 @@ class Hindsight(Drafter):
         output: the recorded output, as token ids.
         curve: T(rows) / T(1).
         branching: whether drafts may be trees.
-        token_classes: see :class:`mlxspec.drafting.acceptance.TokenClasses`.
+        token_classes: see :class:`mlxspec.drafting.p_accept.TokenClasses`.
     """
 
     output: Sequence[int]
@@ -233,7 +235,7 @@ ReplayPolicy = Callable[[CostCurve, TokenClasses], NewDrafter]
 """Makes a :data:`NewDrafter` for one replay, whose drafters share what they learn.
 
 Its arguments are the cost curve, T(rows) / T(1), and the classes of the tokens (see
-:class:`mlxspec.drafting.acceptance.TokenClasses`).
+:class:`mlxspec.drafting.p_accept.TokenClasses`).
 """
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple
 
-from ..drafting.acceptance import TokenClasses
 from ..drafting.costs import CostCurve, FixedCosts
-from ..drafting.drafter import Drafter, DraftTree, NoDraft
+from ..drafting.drafter import Drafter, NoDraft
+from ..drafting.p_accept import TokenClasses
 from ..drafting.planner import Planner, plan_drafts
+from ..drafting.tree import DraftTree
 from ..errors import OptionError
 from ..jsonl import load_json
 from .policies import HINDSIGHT, NewDrafter, ReplayPolicy, verify
@@ -317,7 +318,7 @@ def compare(
 
     Args:
         completions: the recorded outputs, at least one.
-        classes: the classes of their tokens, see :class:`mlxspec.drafting.acceptance.TokenClasses`.
+        classes: the classes of their tokens, see :class:`mlxspec.drafting.p_accept.TokenClasses`.
         policies: the policies by their names.
         curves: the curve T(rows)/T(1) of each chip, by the chip's name.
         concurrency: how many outputs run at once. Two or more are compared with plain batching and

@@ -29,7 +29,7 @@ from .common.output import ProgressBar, ReportOptions, folding_table
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from ..drafting.learned import CostKey, KnownTimes
+    from ..drafting.cost_file import CostKey, KnownTimes
 
 _DIGEST = 8  # characters, enough to distinguish models of one kind and size
 _WIDEST_BAR = 60  # columns
@@ -172,7 +172,7 @@ def measured_curves(
     Raises:
         MlxspecError: the times are too noisy; nothing is kept.
     """
-    from ..drafting.learned import CostCache
+    from ..drafting.cost_file import CostCache
     from ..drafting.measurement import CAREFUL, noise
     from ..engine import costs
     from ..engine.loaded_model import LoadedModel
@@ -206,7 +206,7 @@ def measured_curves(
 
 def _known(name: str | None, asked: CalibrateOptions) -> list[Report]:
     """The curves in the cache, of one model or of all."""
-    from ..drafting.learned import CostCache
+    from ..drafting.cost_file import CostCache
     from ..engine.costs import model_identity
     from ..models.model import load
 

@@ -239,7 +239,7 @@ def show_command(model: str | None, as_json: bool) -> None:
     source: the context, the memory, and so on. --json gives these figures by day.
     """
     from ..corpus.answers import memory_directory, settings_in_force
-    from ..drafting.learned import experience_directory, experience_files
+    from ..drafting.experience import experience_directory, experience_files
 
     settings, kept, taught = settings_in_force(), _kept(_tokenizer_of(model)), experience_files()
     report: dict[str, Any] = {
@@ -317,7 +317,7 @@ def forget_command(
         raise OptionError(
             "choose what to forget: give --all, or paths that were added, --since or --matching"
         )
-    from ..drafting.learned import experience_files
+    from ..drafting.experience import experience_files
 
     first = 0.0 if since is None else _time(since)
     tokenizer = _tokenizer_of(model)

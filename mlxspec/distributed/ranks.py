@@ -24,7 +24,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..drafting.drafter import DraftTree
+from ..drafting.tree import DraftTree
 from ..engine.joint import Joint, JointRows
 from ..engine.loaded_model import LoadedModel
 from ..engine.target import Target

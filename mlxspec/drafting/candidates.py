@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from typing import Protocol
 
-from .drafter import DraftTree
+from .tree import DraftTree
 
 # Where these come from: notes/planner.md, "Constants".
 _CHILDREN = 6  # the most children of a node; further ones are never likely enough

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from .acceptance import Corrections, probability
-from .drafter import DraftTree, VerifiedStep
+from .accept import VerifiedStep
+from .p_accept import Corrections, probability
+from .tree import DraftTree
 
 HEAD = "head"
 """The origin of a head's drafts."""

@@ -7,7 +7,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ..errors import OptionError, whole
-from .drafter import Drafter, DraftTree, TreeBuilder, VerifiedStep
+from .accept import VerifiedStep
+from .drafter import Drafter
+from .tree import DraftTree, TreeBuilder
 
 GUESS, WINDOW = "guess", "window"
 """The origins of drafts from the pool and from the window."""

@@ -26,7 +26,7 @@ class MeasurementPlan:
         seconds: the time limit, prefill included. A step that would exceed it does not start.
         least_uncertainty: the least relative error of a time: repetition does not reveal all of it.
         source: the ``source`` of the measured times; see
-            :class:`mlxspec.drafting.learned.KnownTimes`.
+            :class:`mlxspec.drafting.cost_file.KnownTimes`.
     """
 
     rows: tuple[int, ...]

@@ -17,13 +17,15 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .accept import VerifiedStep
 from .candidates import Candidates, SourceNode, TreeNode
 from .costs import CostCurve, Costs
-from .drafter import Drafter, DraftTree, VerifiedStep
+from .drafter import Drafter
+from .experience import Experience
 from .heads import HeadSource
-from .learned import Experience
 from .sources import DrafterSource, forced_chain
 from .suffix_source import SuffixSource
+from .tree import DraftTree
 
 _log = logging.getLogger(__name__)
 

@@ -21,10 +21,11 @@ from ..corpus.suffix_index import (
     continuations,
     excerpts,
 )
-from .acceptance import AcceptanceModel, Estimate, TokenClasses
+from .accept import VerifiedStep
 from .candidates import SourceNode
-from .drafter import Drafter, VerifiedStep
-from .learned import Experience
+from .drafter import Drafter
+from .experience import Experience
+from .p_accept import AcceptanceModel, Estimate, TokenClasses
 
 CONTEXT = "context"
 """The origin of drafts from the context itself."""
@@ -46,7 +47,7 @@ class SuffixSource(Drafter):
     emitted token, whether or not it was drafted.
 
     Args:
-        token_classes: see :class:`mlxspec.drafting.acceptance.TokenClasses`.
+        token_classes: see :class:`mlxspec.drafting.p_accept.TokenClasses`.
         experience: the experience of earlier generations, to which this one adds.
         memory: the memory of earlier outputs, to which this output is added when it ends.
         prediction: the text that the output is expected to follow.

@@ -28,7 +28,7 @@ from mlx_lm.models.cache import (
     create_attention_mask,
 )
 
-from ..drafting.drafter import DraftTree
+from ..drafting.tree import DraftTree
 
 
 class TreeRows:

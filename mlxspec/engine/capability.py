@@ -27,7 +27,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
-from ..drafting.drafter import DraftTree
+from ..drafting.tree import DraftTree
 from ..errors import OptionError
 from .caches import TREE_CACHES, TreeRows, for_steps, is_trimmable, parts
 from .joint import Joint, JointMode

@@ -28,9 +28,11 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.utils import get_total_parameters
 
+from ..cache_files import Identity
+from ..drafting.accept import VerifiedStep
+from ..drafting.cost_file import CostCache, CostKey, KnownTimes, TimesByContext
 from ..drafting.costs import KnownTime, LiveCosts
-from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
-from ..drafting.learned import CostCache, CostKey, Identity, KnownTimes, TimesByContext
+from ..drafting.drafter import Drafter
 from ..drafting.measurement import (
     FIRST,
     QUICK_LONG,
@@ -39,6 +41,7 @@ from ..drafting.measurement import (
     measure,
     noise,
 )
+from ..drafting.tree import DraftTree
 from ..errors import OptionError
 from .caches import parts
 from .joint import JointMode

@@ -11,7 +11,9 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..corpus.suffix_index import common_length
-from ..drafting.drafter import Drafter, DraftTree, VerifiedStep
+from ..drafting.accept import VerifiedStep
+from ..drafting.drafter import Drafter
+from ..drafting.tree import DraftTree
 from ..errors import OptionError, whole
 from .capability import capability_with
 from .loaded_model import LoadedModel

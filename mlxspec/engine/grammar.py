@@ -19,7 +19,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from ..drafting.drafter import DraftTree
+from ..drafting.tree import DraftTree
 from ..errors import OptionError
 from ..models.reasoning import reasoning_markers, token_of
 from ..models.tokenizer import token_bytes

@@ -26,7 +26,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from ..drafting.drafter import DraftTree
+from ..drafting.tree import DraftTree
 from .caches import (
     SlotKVCache,
     Slots,

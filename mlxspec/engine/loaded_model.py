@@ -23,7 +23,7 @@ import mlx.nn as nn
 from mlx_lm.models import base, cache
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..drafting.learned import cache_directory, read_kept, write_among_newest
+from ..cache_files import cache_directory, read_kept, write_among_newest
 from .caches import smallest_keeping_window
 from .capability import chain_capability, examine, examine_joint
 from .costs import machine_identity, model_identity

@@ -20,7 +20,7 @@ from mlx_lm.sample_utils import (
     make_logits_processors,
 )
 
-from ..drafting.drafter import DraftTree
+from ..drafting.tree import DraftTree
 from .params import SamplingParams
 
 if TYPE_CHECKING:

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from ..drafting.accept import VerifiedStep, accept
 from ..drafting.costs import Costs, LiveCosts
-from ..drafting.drafter import Drafter, DraftTree, VerifiedStep, accept, checked_draft
+from ..drafting.drafter import Drafter, checked_draft
 from ..drafting.lookahead import WINDOW
 from ..drafting.planner import NO_PLAN, Plan, Planner, log_fault, plan_drafts
+from ..drafting.tree import DraftTree
 from .caches import held_arrays, move_rows, parts
 from .joint import Joint, JointMode, JointRows, joint_for
 from .sampling import Chooser

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
-from ..drafting.drafter import DraftTree
+from ..drafting.tree import DraftTree
 from ..errors import OptionError
 from .caches import (
     Snapshot,

@@ -19,10 +19,10 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
 from ..corpus.answers import SWITCH, identify
-from ..drafting.acceptance import TokenClasses
 from ..drafting.costs import StepTimes
 from ..drafting.drafter import Drafter, checked_drafter
-from ..drafting.learned import Experience, experience_path
+from ..drafting.experience import Experience, experience_path
+from ..drafting.p_accept import TokenClasses
 from ..engine.costs import KeptCosts, costs_for, model_identity, with_long_context
 from ..engine.loaded_model import LoadedModel
 from ..engine.model_sizes import context_length

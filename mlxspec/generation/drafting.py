@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ..corpus.answer_index import AnswerIndex
-from ..drafting.acceptance import TokenClasses
 from ..drafting.costs import Costs, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft, checked_drafter
-from ..drafting.learned import Experience
+from ..drafting.experience import Experience
 from ..drafting.lookahead import LookaheadDrafter
+from ..drafting.p_accept import TokenClasses
 from ..drafting.planner import Planner, trees_pay
-from ..drafting.sources import CombinedDrafter, DrafterSource, PromptLookupDrafter
+from ..drafting.prompt_lookup import PromptLookupDrafter
+from ..drafting.sources import CombinedDrafter, DrafterSource
 from ..drafting.suffix_source import SuffixSource
 
 if TYPE_CHECKING:

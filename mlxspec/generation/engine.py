@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mlx_lm.generate import generation_stream, wired_limit
 
-from ..drafting.drafter import VerifiedStep
+from ..drafting.accept import VerifiedStep
 from ..engine.joint import JointMode
 from ..engine.step import Batch, Sequence
 from ..errors import OptionError

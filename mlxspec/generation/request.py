@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import StreamingDetokenizer
 
-from ..drafting.drafter import Drafter, NoDraft, VerifiedStep, checked_drafter
+from ..drafting.accept import VerifiedStep
+from ..drafting.drafter import Drafter, NoDraft, checked_drafter
 from ..drafting.planner import Planner
 from ..drafting.sources import with_forced
 from ..engine import step as steps

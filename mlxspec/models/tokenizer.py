@@ -36,7 +36,7 @@ from tokenizers import AddedToken
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ..drafting.acceptance import SPECIAL, class_of
+from ..drafting.p_accept import SPECIAL, class_of
 from ..errors import LoadError, printable
 from ..terminal import one_line
 from .model_files import (
@@ -215,7 +215,7 @@ def write_tokenizer(source: Path, target: Path) -> None:
 
 
 class VocabularyClasses(dict[int, int]):
-    """The class of each token of a tokenizer, for :class:`.acceptance.AcceptanceModel`.
+    """The class of each token of a tokenizer, for :class:`.p_accept.AcceptanceModel`.
 
     A class is found on its first use, since large vocabularies take half a second.
     """

@@ -16,10 +16,10 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 
+from ..cache_files import cache_directory, read_kept, write_among_newest
 from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
 from ..corpus.suffix_index import MOST_BYTES
 from ..drafting.drafter import Drafter
-from ..drafting.learned import cache_directory, read_kept, write_among_newest
 from ..engine.costs import forward_memory, machine_identity, model_identity
 from ..engine.loaded_model import LoadedModel
 from ..engine.model_sizes import CacheKind, cache_kinds, context_length

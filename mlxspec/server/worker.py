@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
-from ..drafting.drafter import VerifiedStep
+from ..drafting.accept import VerifiedStep
 from ..errors import MlxspecError
 from ..generation.asynchronous import EngineThread, RequestStream
 from ..generation.decoder import Decoder

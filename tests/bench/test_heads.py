@@ -12,8 +12,8 @@ from mlxspec.bench.policies import AUTO, POLICIES
 from mlxspec.bench.prompts import Completion
 from mlxspec.bench.replay import Replayed, Step, compare, replay, replay_jointly
 from mlxspec.drafting.costs import CostCurve
-from mlxspec.drafting.drafter import DraftTree
 from mlxspec.drafting.heads import HeadExperience
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.errors import OptionError
 from tests.bench.test_replay import Scripted
 

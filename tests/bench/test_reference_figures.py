@@ -8,8 +8,8 @@ from sentencepiece import SentencePieceProcessor
 from mlxspec.bench.policies import FullLookup
 from mlxspec.bench.prompts import Completion, read_traces, render
 from mlxspec.bench.replay import replay, replay_report
-from mlxspec.drafting.acceptance import token_classes
 from mlxspec.drafting.chips import known_chip
+from mlxspec.drafting.p_accept import token_classes
 from tests.support.examples import LONG
 from tests.support.planners import suffix_planner
 

@@ -3,9 +3,11 @@
 import pytest
 
 from mlxspec.bench.replay import Replayed, Step, replay, replay_report
+from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.costs import CostCurve
-from mlxspec.drafting.drafter import DraftTree, NoDraft, VerifiedStep
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.drafter import NoDraft
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.tree import DraftTree
 
 
 class Scripted:

@@ -20,7 +20,8 @@ from mlxspec.bench.replay import (
     verdict,
 )
 from mlxspec.drafting.costs import CostCurve
-from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
+from mlxspec.drafting.drafter import Drafter, NoDraft
+from mlxspec.drafting.tree import DraftTree
 from tests.bench.test_replay import Scripted, of_rows
 from tests.support.planners import suffix_planner
 

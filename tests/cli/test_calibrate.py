@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 from mlxspec.cli.calibrate import calibrate_command
 from mlxspec.cli.common.output import ProgressBar
+from mlxspec.drafting.cost_file import KnownTimes
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.learned import KnownTimes
 from mlxspec.engine import costs
 
 TIMES = [

@@ -16,8 +16,9 @@ from rich.console import Console
 
 from mlxspec.cli.common.output import html_page
 from mlxspec.cli.explain import TextOf, explain_command, fates_of
-from mlxspec.drafting.drafter import DraftTree, VerifiedStep
+from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.sources import RecordedStep
+from mlxspec.drafting.tree import DraftTree
 from tests.support.explained_steps import explained, letters, lookahead_step, verified
 from tests.support.scripted_model import write_scripted_model
 

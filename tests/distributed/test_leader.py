@@ -16,8 +16,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxspec.distributed import ranks
 from mlxspec.distributed.ranks import Follower, Leader
-from mlxspec.drafting.drafter import DraftTree
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine.caches import parts
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.target import Target

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from mlxspec.drafting.candidates import Candidates, TreeNode
 from mlxspec.drafting.costs import CostCurve
-from mlxspec.drafting.drafter import DraftTree
 from mlxspec.drafting.planner import best_draft, expected_tokens
+from mlxspec.drafting.tree import DraftTree
 from tests.support.planners import suffix_planner
 
 Path = tuple[int, ...]

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep, accept, view
+from mlxspec.drafting.accept import VerifiedStep, accept, view
+from mlxspec.drafting.drafter import Drafter, NoDraft
 from mlxspec.drafting.lookahead import LookaheadDrafter
-from mlxspec.drafting.sources import CombinedDrafter, PromptLookupDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.sources import CombinedDrafter
+from mlxspec.drafting.tree import DraftTree
 
 branches = st.lists(st.lists(st.integers(0, 3), max_size=4), max_size=5)
 

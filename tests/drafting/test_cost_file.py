@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mlxspec.drafting.cost_file import CostCache, CostKey, KnownTimes
 from mlxspec.drafting.costs import WIDEST, KnownTime, LiveCosts
-from mlxspec.drafting.learned import CostCache, CostKey, KnownTimes
 from tests.support.examples import examples
 from tests.support.hostile import harmless, mutated
 

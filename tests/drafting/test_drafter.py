@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.drafting.drafter import DraftTree
+from mlxspec.drafting.tree import DraftTree
 
 branches = st.lists(st.lists(st.integers(0, 3), max_size=5), max_size=6)
 

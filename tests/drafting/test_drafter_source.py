@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 import pytest
 
+from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.candidates import Candidates
 from mlxspec.drafting.costs import CostCurve, FixedCosts
-from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.drafting.drafter import Drafter
 from mlxspec.drafting.planner import Planner
-from mlxspec.drafting.sources import DrafterSource, PromptLookupDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.sources import DrafterSource
+from mlxspec.drafting.tree import DraftTree
 
 
 def found(source: DrafterSource, max_depth: int = 100) -> DraftTree:

@@ -10,10 +10,10 @@ import pytest
 
 from mlxspec.bench.replay import replay
 from mlxspec.drafting import planner as planning
-from mlxspec.drafting.acceptance import Corrections, probability
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import FixedCosts
-from mlxspec.drafting.learned import Experience
+from mlxspec.drafting.experience import Experience
+from mlxspec.drafting.p_accept import Corrections, probability
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.suffix_source import SuffixSource
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from mlxspec.drafting import learned as experience_file
-from mlxspec.drafting.acceptance import TOKEN_FEATURES
-from mlxspec.drafting.learned import CostCache, CostKey, Experience, experience_path
+from mlxspec.drafting import experience as experience_file
+from mlxspec.drafting.cost_file import CostCache, CostKey
+from mlxspec.drafting.experience import Experience, experience_path
+from mlxspec.drafting.p_accept import TOKEN_FEATURES
 
 
 def taught(experience: Experience, *features: int, right: bool = True, times: int = 60) -> None:
@@ -145,7 +146,7 @@ def test_a_full_disk_leaves_what_was_there(
 
 def test_few_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(experience_file, "_MOST_FILES", 3)
+    monkeypatch.setattr("mlxspec.cache_files._MOST_FILES", 3)
     paths = [experience_path({"digest": str(number)}) for number in range(5)]
     for age, path in enumerate(paths):
         taught(Experience(path), 3)
@@ -156,7 +157,7 @@ def test_few_files_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 WRITES = """
 import sys
 from pathlib import Path
-from mlxspec.drafting.learned import Experience
+from mlxspec.drafting.experience import Experience
 experience = Experience(Path(sys.argv[1]), iter(range(0, 10**9, 60)).__next__)
 print("ready", flush=True)
 while True:

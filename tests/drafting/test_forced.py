@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.candidates import Candidates, TreeNode
-from mlxspec.drafting.drafter import (
-    Drafter,
-    DraftTree,
-    VerifiedStep,
-)
+from mlxspec.drafting.drafter import Drafter
 from mlxspec.drafting.sources import forced_chain, with_forced
+from mlxspec.drafting.tree import DraftTree
 
 
 class Spelled:

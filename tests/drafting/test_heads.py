@@ -10,17 +10,15 @@ import pytest
 
 from mlxspec.bench.policies import verify
 from mlxspec.bench.replay import replay
+from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.candidates import Candidates, TreeNode
 from mlxspec.drafting.costs import CostCurve, FixedCosts
-from mlxspec.drafting.drafter import (
-    DraftTree,
-    NoDraft,
-    VerifiedStep,
-)
+from mlxspec.drafting.drafter import NoDraft
 from mlxspec.drafting.heads import HEAD, HeadExperience, HeadSource
 from mlxspec.drafting.planner import Planner, plan_drafts
 from mlxspec.drafting.sources import DrafterSource
 from mlxspec.drafting.suffix_source import SuffixSource
+from mlxspec.drafting.tree import DraftTree
 
 FLAT = CostCurve([(1, 1), (32, 1.3)])
 TWO_FREE = CostCurve([(1, 1), (3, 1.02), (4, 9), (32, 32)])

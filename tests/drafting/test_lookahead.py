@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.drafting.drafter import DraftTree, TreeBuilder, VerifiedStep, accept
+from mlxspec.drafting.accept import VerifiedStep, accept
 from mlxspec.drafting.lookahead import (
     WINDOW,
     LookaheadDrafter,
@@ -18,6 +18,7 @@ from mlxspec.drafting.lookahead import (
     first_window,
     next_window,
 )
+from mlxspec.drafting.tree import DraftTree, TreeBuilder
 from mlxspec.errors import OptionError
 
 texts = st.lists(st.integers(0, 3), max_size=40)

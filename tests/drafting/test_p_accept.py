@@ -7,26 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.corpus.suffix_index import Continuation, Occurrence
-from mlxspec.drafting import acceptance
-from mlxspec.drafting.acceptance import (
-    TOKEN_FEATURES,
-    AcceptanceModel,
-    Corrections,
-    token_classes,
-)
+from mlxspec.drafting import p_accept as features
+from mlxspec.drafting.p_accept import TOKEN_FEATURES, AcceptanceModel, Corrections, token_classes
 
 _EXPECTED = {
-    "▁the": acceptance.WORD_START,
-    "Ġthe": acceptance.WORD_START,
-    "▁": acceptance.WORD_START,
-    "ing": acceptance.CONTINUATION,
-    "7": acceptance.DIGIT,
-    ").": acceptance.PUNCTUATION,
-    "▁(": acceptance.SPACED_PUNCTUATION,
-    "<0x0A>": acceptance.BYTE_OR_NEWLINE,
-    "Ċ": acceptance.BYTE_OR_NEWLINE,
-    "ĊĊ": acceptance.BYTE_OR_NEWLINE,
-    "": acceptance.WORD_START,
+    "▁the": features.WORD_START,
+    "Ġthe": features.WORD_START,
+    "▁": features.WORD_START,
+    "ing": features.CONTINUATION,
+    "7": features.DIGIT,
+    ").": features.PUNCTUATION,
+    "▁(": features.SPACED_PUNCTUATION,
+    "<0x0A>": features.BYTE_OR_NEWLINE,
+    "Ċ": features.BYTE_OR_NEWLINE,
+    "ĊĊ": features.BYTE_OR_NEWLINE,
+    "": features.WORD_START,
 }
 
 
@@ -37,7 +32,7 @@ def test_pieces_are_classified_in_either_spelling(piece: str) -> None:
 
 def test_special_tokens_go_by_their_id() -> None:
     assert token_classes(["</s>", "a"], special={0}) == bytes(
-        [acceptance.SPECIAL, acceptance.CONTINUATION]
+        [features.SPECIAL, features.CONTINUATION]
     )
 
 

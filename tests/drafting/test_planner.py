@@ -13,13 +13,14 @@ from mlxspec.bench.policies import verify
 from mlxspec.bench.replay import MAX_DEPTH, replay
 from mlxspec.corpus.answer_index import AnswerIndex
 from mlxspec.corpus.suffix_index import SEPARATOR, Occurrence
-from mlxspec.drafting.acceptance import AcceptanceModel, Corrections
+from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.candidates import Candidates
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve, FixedCosts, KnownTime, LiveCosts
-from mlxspec.drafting.drafter import DraftTree, VerifiedStep
+from mlxspec.drafting.p_accept import AcceptanceModel, Corrections
 from mlxspec.drafting.planner import Planner, allowed_shortfall
 from mlxspec.drafting.suffix_source import SuffixSource, Text, TextNode
+from mlxspec.drafting.tree import DraftTree
 from tests.support.planners import suffix_planner
 
 FLAT = CostCurve([(1, 1), (32, 1.3)])

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
+from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.chips import known_chip
 from mlxspec.drafting.costs import CostCurve
-from mlxspec.drafting.drafter import DraftTree, VerifiedStep
 from mlxspec.drafting.planner import (
     Policy,
     allowed_shortfall,
@@ -19,6 +19,7 @@ from mlxspec.drafting.planner import (
     price_of_time,
     trees_pay,
 )
+from mlxspec.drafting.tree import DraftTree
 
 PLAIN = VerifiedStep(DraftTree.chain(1), (2,), (2,), (), (2,))
 DRAFTED = VerifiedStep(DraftTree.chain(1, [2, 3]), (2, 3, 4), (2, 3, 4), (1, 2), (2, 3, 4))

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxspec.drafting.drafter import DraftTree, VerifiedStep
-from mlxspec.drafting.sources import PromptLookupDrafter, parse_lookup_config
+from mlxspec.drafting.accept import VerifiedStep
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter, parse_lookup_config
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.errors import OptionError
 
 contexts = st.lists(st.integers(0, 3), min_size=1, max_size=40)

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
+from mlxspec.drafting.accept import VerifiedStep
+from mlxspec.drafting.drafter import Drafter, NoDraft
 from mlxspec.drafting.sources import RecordedStep, RecordingDrafter
+from mlxspec.drafting.tree import DraftTree
 
 #      0
 #    1   4

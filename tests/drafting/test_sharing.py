@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxspec.drafting.accept import VerifiedStep, accept
 from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
-from mlxspec.drafting.drafter import DraftTree, VerifiedStep, accept
 from mlxspec.drafting.planner import Planner, Policy, plan_drafts
 from mlxspec.drafting.suffix_source import SuffixSource
+from mlxspec.drafting.tree import DraftTree
 from tests.drafting.test_live_costs import ANY_TIME
 from tests.support.planners import suffix_planner
 

@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.capability import (
     Capability,
     examine_joint,

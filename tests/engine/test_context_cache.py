@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
-from mlxspec.drafting.drafter import DraftTree
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine.caches import parts
 from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.params import CacheOptions

@@ -12,8 +12,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from mlxspec.drafting.cost_file import CostCache, KnownTimes
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.learned import CostCache, KnownTimes
 from mlxspec.engine import costs as measured_costs
 from mlxspec.engine.costs import (
     KeptCosts,

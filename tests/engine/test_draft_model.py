@@ -15,7 +15,9 @@ from mlx_lm.models.cache import make_prompt_cache
 import mlxspec
 from mlxspec import CombinedDrafter, DraftModelDrafter, PromptLookupDrafter, SamplingParams
 from mlxspec.compat import decoder_of
-from mlxspec.drafting.drafter import DraftTree, NoDraft, VerifiedStep
+from mlxspec.drafting.accept import VerifiedStep
+from mlxspec.drafting.drafter import NoDraft
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine.capability import Capability
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES

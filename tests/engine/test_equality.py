@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
 
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.demo import demo

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxspec.drafting.drafter import DraftTree, NoDraft
+from mlxspec.drafting.drafter import NoDraft
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.target import Capability
 from tests.support.architectures import ARCHITECTURES

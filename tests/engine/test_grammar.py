@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from mlxspec.drafting.drafter import DraftTree
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine import grammar
 from mlxspec.engine.grammar import Grammar, Vocabulary
 from mlxspec.engine.json_schema import enforceable

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import load_prompt_cache as mlx_lm_load
 
-from mlxspec.drafting.drafter import DraftTree
 from mlxspec.drafting.heads import HeadExperience
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine import head_cache
 from mlxspec.engine import heads as engine_heads
 from mlxspec.engine.capability import Capability

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.drafting.drafter import DraftTree
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.hidden import HiddenStates
 from mlxspec.engine.joint import Joint

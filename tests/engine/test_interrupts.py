@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.drafting.drafter import DraftTree
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine import caches, patches
 from mlxspec.engine import target as targets
 from mlxspec.engine.params import CacheOptions

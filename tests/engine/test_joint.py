@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache
 
-from mlxspec.drafting.drafter import DraftTree, NoDraft, VerifiedStep
+from mlxspec.drafting.accept import VerifiedStep
+from mlxspec.drafting.drafter import NoDraft
 from mlxspec.drafting.lookahead import LookaheadDrafter
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine import caches
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.joint import Joint, JointMode

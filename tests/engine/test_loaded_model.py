@@ -235,7 +235,7 @@ def test_where_nothing_can_be_written_the_findings_are_the_same(
 
 
 def test_the_oldest_files_go(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mlxspec.drafting.learned._MOST_FILES", 2)
+    monkeypatch.setattr("mlxspec.cache_files._MOST_FILES", 2)
     for theta in (1e3, 2e3, 3e3):
         _ = LoadedModel(random_model("llama", rope_theta=theta)).chain_capability
     assert len([*kept.iterdir()]) == 2

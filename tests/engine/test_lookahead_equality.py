@@ -7,7 +7,8 @@ import mlx.nn as nn
 import pytest
 
 from mlxspec.drafting.lookahead import LookaheadDrafter
-from mlxspec.drafting.sources import CombinedDrafter, PromptLookupDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.sources import CombinedDrafter
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.sampling import SamplingParams
 from tests.support.demo import demo

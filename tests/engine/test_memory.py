@@ -9,7 +9,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlxspec.drafting.drafter import DraftTree, VerifiedStep
+from mlxspec.drafting.accept import VerifiedStep
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine.caches import held_arrays
 from mlxspec.engine.target import Capability
 from tests.support.drafters import TruthDrafter

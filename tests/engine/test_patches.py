@@ -20,7 +20,7 @@ from mlx_lm.models import base, llama, rope_utils
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import mlxspec
-from mlxspec.drafting.drafter import DraftTree
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine import patches
 from mlxspec.engine.joint import Joint, JointMode
 from mlxspec.engine.loaded_model import LoadedModel

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import pytest
 from mlx_lm import stream_generate
 
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.model_sizes import context_length, crossings, sparse_crossing
 from mlxspec.generation.decoder import Decoder
 from mlxspec.models.model import load

@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
 
 from mlxspec import Decoder
 from mlxspec.drafting.drafter import NoDraft
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine import prompt_cache
 from mlxspec.engine.target import Target, target_for
 from mlxspec.errors import FileError, OptionError

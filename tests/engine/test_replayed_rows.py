@@ -10,7 +10,9 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
+from mlxspec.drafting.accept import VerifiedStep
+from mlxspec.drafting.drafter import Drafter, NoDraft
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.sampling import Chooser, SamplingParams
 from mlxspec.engine.target import Capability, Target

@@ -11,8 +11,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
 import mlxspec
-from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.drafter import Drafter, NoDraft
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.sampling import Chooser, SamplingParams
 from tests.support.architectures import ARCHITECTURES

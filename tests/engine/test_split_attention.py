@@ -12,7 +12,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import base
 from mlx_lm.models.base import create_causal_mask
 
-from mlxspec.drafting.drafter import DraftTree
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine import costs, patches
 from mlxspec.engine.capability import finite
 from mlxspec.engine.joint import Joint, JointMode

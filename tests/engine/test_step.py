@@ -14,9 +14,11 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
+from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.costs import StepTimes
-from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.drafter import Drafter, NoDraft
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.joint import Joint
 from mlxspec.engine.loaded_model import LoadedModel

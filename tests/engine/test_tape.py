@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from mlxspec.drafting.drafter import DraftTree
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine.caches import parts
 from mlxspec.engine.capability import Capability, examine_joint
 from mlxspec.engine.joint import Joint, JointMode

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxspec.drafting.drafter import DraftTree
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine import patches
 from mlxspec.engine.caches import TreeRows
 from mlxspec.engine.target import Target

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import RotatingKVCache
 
-from mlxspec.drafting.drafter import DraftTree
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine.caches import TreeRows, WindowKVCache, cut, move_rows
 from tests.drafting.test_drafter import path, trees
 from tests.support.examples import examples

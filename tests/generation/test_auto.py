@@ -15,7 +15,7 @@ import pytest
 import mlxspec
 from mlxspec import AutoDecoder
 from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
-from mlxspec.drafting.acceptance import Corrections
+from mlxspec.drafting.p_accept import Corrections
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.engine.loaded_model import LoadedModel

@@ -10,9 +10,11 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
-from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.drafting.accept import VerifiedStep
+from mlxspec.drafting.drafter import Drafter
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.sources import DrafterSource
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine.joint import JointMode
 from mlxspec.engine.target import Target
 from mlxspec.errors import OptionError, PromptError

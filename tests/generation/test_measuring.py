@@ -8,8 +8,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
 from mlxspec.compat import stream_generate
+from mlxspec.drafting.cost_file import CostCache, CostKey, KnownTimes
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.learned import CostCache, CostKey, KnownTimes
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.engine.target import Capability
 from mlxspec.errors import MlxspecError

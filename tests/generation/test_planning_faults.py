@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 import mlxspec
-from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.drafting.accept import VerifiedStep
+from mlxspec.drafting.drafter import Drafter
 from mlxspec.drafting.planner import Planner, Policy, _Step
 from mlxspec.drafting.suffix_source import SuffixSource
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine import step
 from mlxspec.generation.engine import Engine
 from mlxspec.generation.request import Request

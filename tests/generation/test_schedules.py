@@ -29,7 +29,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlxspec import Decoder, Session
 from mlxspec.drafting.drafter import NoDraft
 from mlxspec.drafting.lookahead import LookaheadDrafter
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.errors import FileError, OptionError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec import Decoder, PromptLookupDecoder, Session
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.architectures import KINDS_OF_CACHES as KINDS

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import mlxspec
+from mlxspec.drafting.cost_file import CostCache, CostKey, KnownTimes
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.learned import CostCache, CostKey, KnownTimes
 from mlxspec.engine.costs import KeptCosts
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer, stand_in_decoder

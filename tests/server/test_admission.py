@@ -14,7 +14,7 @@ import mlx.nn as nn
 import pytest
 
 import mlxspec
-from mlxspec.drafting.learned import cache_directory
+from mlxspec.cache_files import cache_directory
 from mlxspec.engine.heads import TrainedHead
 from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.params import CacheOptions

@@ -11,8 +11,8 @@ from typing import TypeVar
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec import Decoder
+from mlxspec.drafting.cost_file import CostCache, CostKey, KnownTimes
 from mlxspec.drafting.costs import KnownTime
-from mlxspec.drafting.learned import CostCache, CostKey, KnownTimes
 from mlxspec.engine.costs import KeptCosts, costs_for
 from tests.support.examples import LONG
 from tests.support.llamas import repetitive_llama

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from mlxspec.drafting.drafter import Drafter, DraftTree, VerifiedStep
+from mlxspec.drafting.accept import VerifiedStep
+from mlxspec.drafting.drafter import Drafter
+from mlxspec.drafting.tree import DraftTree
 
 
 class TruthDrafter(Drafter):

@@ -8,8 +8,9 @@ from dataclasses import replace
 from rich.console import RenderableType
 
 from mlxspec.cli.explain import TextOf, drawn
-from mlxspec.drafting.drafter import DraftTree, VerifiedStep
+from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.sources import RecordedStep
+from mlxspec.drafting.tree import DraftTree
 
 
 def letters(tokens: Sequence[int]) -> str:

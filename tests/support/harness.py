@@ -10,7 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
-from mlxspec.drafting.drafter import Drafter, DraftTree, NoDraft, VerifiedStep
+from mlxspec.drafting.accept import VerifiedStep
+from mlxspec.drafting.drafter import Drafter, NoDraft
+from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine import step as engine
 from mlxspec.engine.capability import Capability, chain_capability, examine, examine_joint
 from mlxspec.engine.joint import JointMode

@@ -21,7 +21,7 @@ from mlxspec.distributed import ranks as distributed
 from mlxspec.distributed.launch import silence_followers
 from mlxspec.drafting.drafter import Drafter, NoDraft
 from mlxspec.drafting.lookahead import LookaheadDrafter
-from mlxspec.drafting.sources import PromptLookupDrafter
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.engine.capability import chain_capability
 from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.errors import LoadError

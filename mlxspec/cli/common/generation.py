@@ -158,7 +158,7 @@ class DraftingOptions:
         if self.kind == "auto":
             return None
 
-        from ...drafting.sources import parse_lookup_config
+        from ...drafting.prompt_lookup import parse_lookup_config
         from ...generation.drafting import Lookahead, PromptLookup
 
         if self.kind == "plain":
