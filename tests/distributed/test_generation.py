@@ -74,7 +74,7 @@ def test_drafts_are_accepted_and_rejected(name: str, report: dict[str, Any]) -> 
 def test_a_hybrid_computes_its_states_again_on_all_ranks(
     name: str, report: dict[str, Any], hybrids: dict[str, list[int]]
 ) -> None:
-    assert report[name]["tier"] == Capability.REPLAY.value
+    assert report[name]["capability"] == Capability.REPLAY.value
     assert 0 < report[name]["accepted"] < len(hybrids[name]) - 1
     model = HYBRIDS[name].model()
     assert_same_output(model, ARCHITECTURE_PROMPT, hybrids[name], report[name]["tokens"])

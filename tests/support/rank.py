@@ -93,7 +93,7 @@ def hybrid(rank_0: distributed.Leader, name: str) -> dict[str, object]:
     capability = chain_capability(loaded)
     drafter = PartlyRightDrafter(json.loads(sys.argv[2])[name], 64, seed=1)
     outcome = run(loaded, ARCHITECTURE_PROMPT, drafter, max_tokens=12, capability=capability)
-    return {"tier": capability.value, "tokens": outcome.tokens, "accepted": outcome.accepted}
+    return {"capability": capability.value, "tokens": outcome.tokens, "accepted": outcome.accepted}
 
 
 def load_shard(name: str, ranks: mx.distributed.Group) -> tuple[LoadedModel, Any]:
