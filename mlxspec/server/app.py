@@ -31,6 +31,7 @@ from ..errors import OptionError, printable
 from ..generation.options import GenerationOptions
 from ..generation.request import State
 from .answer import FAILED, ApiAnswer, answered, kept_alive
+from .api_body import ApiBody, check_ids
 from .auth import MOST_BYTES, AuthMiddleware, body_of, decoded, stated_length
 from .body import ApiError, error_response, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
@@ -45,7 +46,6 @@ from .openai import (
     parse_tokenize,
 )
 from .prompts import Prompt, chat_prompt, completion_prompts, text_ids
-from .requests import ApiBody, check_ids
 from .responses import ResponsesAnswer, ResponsesBody, ResponseStore, parse_responses
 from .served_model import ServedModel
 from .worker import ServedRequest, Worker

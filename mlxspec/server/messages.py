@@ -17,9 +17,9 @@ from urllib.parse import quote
 from pydantic import AliasPath, BeforeValidator, Field, PlainValidator, TypeAdapter
 
 from .answer import ApiAnswer, Choice, TextRun, framed
+from .api_body import ApiBody, Function, OutputOptions, Stops, ToolOutput, merged
 from .body import ApiError, Body, Items, Name, new_request_id, read_json, without_nulls
 from .output_parser import Part
-from .requests import ApiBody, Function, OutputOptions, Stops, ToolOutput, merged
 from .worker import Begun, Ended
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")

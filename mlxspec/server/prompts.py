@@ -17,6 +17,7 @@ from ..models.chat_template import apply_template, reserved_arguments
 from ..models.model import encode_prompt
 from ..models.reasoning import reasoning_markers, token_of
 from ..models.tokenizer import detokenizer_of
+from .api_body import ApiBody
 from .body import ApiError
 from .openai import CompletionBody
 from .output_parser import (
@@ -26,7 +27,6 @@ from .output_parser import (
     is_harmony,
     parser_name,
 )
-from .requests import ApiBody
 
 
 @dataclass(frozen=True)

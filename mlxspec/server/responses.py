@@ -26,6 +26,7 @@ from pydantic import (
 from ..errors import OptionError
 from ..jsonl import without_lone_surrogates
 from .answer import ApiAnswer, Choice, TextRun, framed
+from .api_body import ApiBody, OutputOptions, Text, TextPart, ToolOutput, Verbosity, merged
 from .body import (
     ApiError,
     Body,
@@ -41,7 +42,6 @@ from .body import (
 )
 from .openai import chat_logprobs
 from .output_parser import OutputFormat, Part
-from .requests import ApiBody, OutputOptions, Text, TextPart, ToolOutput, Verbosity, merged
 from .worker import Ended
 
 _INPUT = "input"  # the argument with the text for a custom tool

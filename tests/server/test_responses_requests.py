@@ -13,7 +13,7 @@ from openai.types.responses import Response
 from mlxspec.server.body import ApiError, parse
 from mlxspec.server.openai import ChatBody
 from mlxspec.server.responses import ResponsesBody, ResponseStore, parse_responses
-from tests.server.test_requests import check_any, hostile, param_of
+from tests.server.test_api_body import check_any, hostile, param_of
 from tests.support.examples import examples
 from tests.support.hostile import json_values
 
