@@ -30,7 +30,7 @@ from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.options import GenerationOptions
 from ..generation.request import State
-from .answer import FAILED, ApiAnswer, answered, kept_alive
+from .answer import ApiAnswer
 from .api_body import ApiBody, check_ids
 from .auth import MOST_BYTES, AuthMiddleware, body_of, decoded, stated_length
 from .body import ApiError, error_response, parse, read_body, shown
@@ -47,6 +47,7 @@ from .openai import (
 )
 from .prompts import Prompt, chat_prompt, completion_prompts, text_ids
 from .responses import ResponsesAnswer, ResponsesBody, ResponseStore, parse_responses
+from .sending import FAILED, answered, kept_alive
 from .served_model import ServedModel
 from .worker import ServedRequest, Worker
 

@@ -25,7 +25,7 @@ from pydantic import (
 
 from ..errors import OptionError
 from ..jsonl import without_lone_surrogates
-from .answer import ApiAnswer, Choice, TextRun, framed
+from .answer import ApiAnswer
 from .api_body import ApiBody, OutputOptions, Text, TextPart, ToolOutput, Verbosity, merged
 from .body import (
     ApiError,
@@ -40,6 +40,7 @@ from .body import (
     shown,
     without_nulls,
 )
+from .choice import Choice, TextRun
 from .openai import chat_logprobs
 from .output_parser import OutputFormat, Part
 from .worker import Ended
@@ -475,8 +476,8 @@ class ResponsesAnswer(ApiAnswer):
     def whole(self) -> dict[str, Any]:
         return self._response
 
-    def keep_alive(self) -> str:
-        return "".join(map(framed, self.begin())) or framed(self._lifecycle("in_progress"))
+    def keep_alive(self) -> list[dict[str, Any]]:
+        return self.begin() or [self._lifecycle("in_progress")]
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         code = "server_error" if error.status >= 500 else "invalid_prompt"

@@ -25,6 +25,7 @@ from mlxspec.server.responses import (
     ResponseStore,
     parse_responses,
 )
+from mlxspec.server.sending import framed
 from mlxspec.server.worker import Event, Piece
 from tests.server.test_openai import TOKENIZER, ended, extras, pieces
 from tests.server.test_responses_requests import CODEX
@@ -245,7 +246,7 @@ def test_one_call_is_enough_where_only_one_may_be() -> None:
 def test_keep_alives_are_events() -> None:
     answer = answered(stream=True)
     assert types([valid(event) for event in answer.begin()]) == ["created", "in_progress"]
-    name, data = answer.keep_alive().strip().split("\n")
+    name, data = framed(*answer.keep_alive()).strip().split("\n")
     event = valid(json.loads(data.removeprefix("data: ")))
     assert (name, event.type) == ("event: response.in_progress", "response.in_progress")
     rest = answer.feed([*pieces("Hi"), ended()])
