@@ -521,9 +521,8 @@ class _Loader:
         decoder = how.load(None, self.memories, self.leader, on_read)
         _ = decoder.loaded.capability  # if this takes forwards, other models can answer meanwhile
         on_read(0)  # the server may be shutting down
-        owner = self.keys[0] if len(self.keys) == 1 else ""
         most = self.memory.most_cached
-        served = ServedModel(entry.name, decoder, how.caches, most, self.template, owner)
+        served = ServedModel(entry.name, decoder, how.caches, most, self.template)
         if place := self._place(entry):
             most = self.memory.most_idle(served.memory.weights) // max(1, len(self.paths))
             served.cache.load(place, most)

@@ -447,10 +447,16 @@ class Endpoints:
         if text := body.prediction.content:  # a hint, which not all kinds of drafting use
             expected = await self._ids(served, text, "prediction")
             prediction = expected[: served.context_length]  # no output can be longer
+        make = partial(
+            ServedRequest,
+            served,
+            prediction=prediction,
+            top_logprobs=body.top,
+            partition=request.state.partition,
+        )
         requests: list[ServedRequest] = []
         for prompt in prompts:
-            choices = await self._choices(served, body, prompt, prediction, request.state.partition)
-            requests += choices
+            requests += await self._choices(served, body, prompt, make)
         stream = self._worker.submit(served, requests)
         return await answered(request, stream, answer, body.stream, self.keep_alive)
 
@@ -459,10 +465,9 @@ class Endpoints:
         served: ServedModel,
         body: ApiBody,
         prompt: Prompt,
-        prediction: Sequence[int],
-        partition: str,
+        make: Callable[..., ServedRequest],
     ) -> list[ServedRequest]:
-        """The requests for a prompt's choices."""
+        """The requests for a prompt's choices, which ``make`` makes."""
         tokens = tuple(prompt.tokens)  # all choices share it
         sent = {"logit_bias": body.logit_bias, "stop_token_ids": body.stop_token_ids}
         for param, ids in {body.param: tokens, **sent}.items():
@@ -483,15 +488,7 @@ class Endpoints:
                 "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
                 "sampling": body.sampling(choice, served.special_tokens),
             }
-            return ServedRequest(
-                served,
-                tokens,
-                max_tokens,
-                options,
-                prediction=prediction,
-                top_logprobs=body.top,
-                partition=partition,
-            )
+            return make(tokens, max_tokens, options)
 
         try:
             return await run_in_threadpool(lambda: [*map(made, range(body.n))])
