@@ -38,7 +38,7 @@ from ..engine.target import Progress
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto, Drafting, Lookahead, PromptLookup
 from ..generation.response import SpeculationStats
-from ..models.chat_template import apply_template
+from ..models.chat_template import conversation_prompt
 from ..models.heads import Head
 from ..models.model import encode_prompt
 from ..models.model_files import given_name
@@ -347,7 +347,7 @@ def encoded(tokenizer: TokenizerWrapper, messages: Messages, raw: bool) -> list[
     """
     if raw or not tokenizer.has_chat_template:
         return encode_prompt(tokenizer, "\n\n".join(one["content"] for one in messages))
-    return apply_template(tokenizer, messages, add_generation_prompt=True)
+    return conversation_prompt(tokenizer, messages, {}).tokens(tokenizer)
 
 
 # --- the report ---

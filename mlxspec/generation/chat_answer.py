@@ -61,18 +61,3 @@ def in_answer(
     if reasons:
         phases[text] = phases[reasoning]
     return tuple(phases)
-
-
-def leaves_reasoning_open(text: str, tokenizer: TokenizerWrapper) -> bool:
-    """Whether an answer that begins with this text is still inside its reasoning."""
-    markers = reasoning_markers(tokenizer)
-    return markers is not None and text.rfind(markers[0]) > text.rfind(markers[1])
-
-
-def ends_in_reasoning(tokens: list[int], tokenizer: TokenizerWrapper) -> bool:
-    """Whether a prompt ends inside reasoning, which some chat templates begin."""
-    markers = reasoning_markers(tokenizer)
-    if not markers:
-        return False
-    text: str = tokenizer.decode(tokens[-16:])
-    return text.rstrip().endswith(markers[0])

@@ -25,7 +25,7 @@ from ..engine.params import (
 )
 from ..engine.target import Progress
 from ..errors import OptionError, PromptError, whole
-from ..models.chat_template import Message, conversation_ids
+from ..models.chat_template import Message, conversation_prompt
 from ..models.model import encode_prompt
 from .session import Session
 
@@ -49,7 +49,7 @@ def prompt_ids(
     """Turn a prompt into token ids.
 
     Args:
-        prompt: text, token ids, or messages, as for :func:`.chat_template.conversation_ids`.
+        prompt: text, token ids, or messages, as for :func:`.conversation_prompt`.
         tokenizer: the model's tokenizer.
         vocab_size: the number of token ids that the model knows.
         longest: the model's context in tokens, if known.
@@ -70,7 +70,8 @@ def prompt_ids(
         )
     if conversation:
         messages = cast(Sequence[Message], prompt)
-        tokens = conversation_ids(tokenizer, messages, chat_template_kwargs or {})
+        chat = conversation_prompt(tokenizer, messages, chat_template_kwargs or {})
+        tokens = chat.tokens(tokenizer)
     elif isinstance(prompt, str):
         if not prompt:
             raise PromptError("the prompt is empty: write a text, or pass the BOS id alone")

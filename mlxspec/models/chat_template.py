@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,8 +36,8 @@ def reserved_arguments() -> set[str]:
     return {name for one in functions for name in inspect.signature(one).parameters}
 
 
-def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) -> Any:
-    """Call ``tokenizer.apply_chat_template`` and return its result.
+def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) -> str:
+    """The text that ``tokenizer.apply_chat_template`` makes of a conversation.
 
     Contents are texts or lists of parts, as the template takes them. Given the other one, many
     templates leave the content out without an error.
@@ -56,7 +57,7 @@ def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) 
     messages = _with_systems_in_place(tokenizer, messages, how)
     fitted = [_fitted(tokenizer, message, how) for message in messages]
     try:
-        return tokenizer.apply_chat_template(fitted, **how)
+        return str(tokenizer.apply_chat_template(fitted, **how, tokenize=False))
     except Exception as error:  # a template can raise anything
         cause = str(error) or type(error).__name__
         raise PromptError(f"the chat template failed ({cause})") from error
@@ -232,10 +233,63 @@ NOT_A_PROMPT = {*("conversation", "messages", "return_dict", "return_tensors", "
 """Arguments of :func:`apply_template` that would make the result something other than a prompt."""
 
 
-def conversation_ids(
+@dataclass(frozen=True)
+class ChatPrompt:
+    """A conversation in the model's chat template, and how its answer begins.
+
+    Attributes:
+        text: the prompt, with BOS if the template has it.
+        reasons: whether the answer begins inside reasoning.
+        trims_space: whether the tokenizer puts a space before the answer, which is to be dropped.
+    """
+
+    text: str
+    reasons: bool
+    trims_space: bool
+
+    @classmethod
+    def of(
+        cls, tokenizer: TokenizerWrapper, messages: Messages, how: Mapping[str, Any]
+    ) -> ChatPrompt:
+        """The prompt for the answer to a conversation, or for the rest of its last message.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            messages: the conversation. If its last message is the assistant's, it is continued,
+                unless ``how`` says otherwise.
+            how: arguments of ``apply_chat_template``.
+
+        Raises:
+            PromptError: as :func:`apply_template`.
+        """
+        from .reasoning import reasoning_markers
+        from .tokenizer import detokenizer_of
+
+        last = messages[-1]
+        continued = last.get("role") == "assistant"
+        how = {"add_generation_prompt": not continued, "continue_final_message": continued, **how}
+        text, continued = apply_template(tokenizer, messages, **how), how["continue_final_message"]
+        opens, closes = reasoning_markers(tokenizer) or ("", "")
+        if continued:
+            begun = str(last.get("content"))
+            reasons = begun.rfind(opens) > begun.rfind(closes)
+        else:
+            reasons = bool(opens) and text.rstrip().endswith(opens)
+        # A space at the beginning of a continuation was written by the model.
+        puts_space = bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
+        return cls(text, reasons, puts_space and not continued)
+
+    def tokens(self, tokenizer: TokenizerWrapper) -> list[int]:
+        """The prompt's token ids."""
+        from .model import encode_prompt
+
+        return encode_prompt(tokenizer, self.text, templated=True)
+
+
+def conversation_prompt(
     tokenizer: TokenizerWrapper, messages: Sequence[Message], how: Mapping[str, Any]
-) -> list[int]:
-    """The prompt for the model's next turn, or for the rest of its unfinished turn, as token ids.
+) -> ChatPrompt:
+    """Check a conversation, and make its :class:`ChatPrompt`.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -260,15 +314,12 @@ def conversation_ids(
         )
     if wrong := sorted(NOT_A_PROMPT & how.keys()):
         raise OptionError(f"chat_template_kwargs must not set {wrong[0]}: leave it out")
-    continued = messages[-1]["role"] == "assistant"
-    turn = {"add_generation_prompt": not continued, "continue_final_message": continued}
     try:
-        ids: list[int] = apply_template(tokenizer, [*map(dict, messages)], **{**turn, **how})
+        return ChatPrompt.of(tokenizer, [*map(dict, messages)], how)
     except PromptError as error:
         raise PromptError(
             f"{error}: pass messages whose roles and order this model accepts"
         ) from error
-    return ids
 
 
 def _is_message(message: object) -> bool:

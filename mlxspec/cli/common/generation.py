@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from ...generation.options import GenerationOptions
     from ...generation.request import Request
     from ...generation.response import GenerationResponse
+    from ...models.chat_template import ChatPrompt
     from ...models.model import OnRead
     from ..memory import Memories
 
@@ -305,8 +306,7 @@ class GenerationSettings:
         decoder: Decoder,
         tokens: Sequence[int],
         *,
-        templated: bool = False,
-        begun: str | None = None,
+        chat: ChatPrompt | None = None,
         **more: Any,
     ) -> tuple[Request, Callable[[GenerationResponse], GenerationResponse]]:
         """Make a request to a decoder.
@@ -314,9 +314,8 @@ class GenerationSettings:
         Args:
             decoder: made by :meth:`load`.
             tokens: the prompt.
-            templated: whether the output is an answer in a chat.
-            begun: the beginning of that answer if the prompt has it at its end; the required form
-                applies only to the text after it.
+            chat: the prompt in the chat template, if the output is an answer in a chat. The
+                required form applies only to the answer's text, after its reasoning.
             more: other arguments of :meth:`mlxspec.Decoder.decode`.
 
         Returns:
@@ -328,28 +327,20 @@ class GenerationSettings:
         """
         from ...engine.caches import cached_length
         from ...engine.model_sizes import context_length
-        from ...generation.chat_answer import ends_in_reasoning, in_answer, leaves_reasoning_open
-        from ...models.tokenizer import detokenizer_of
+        from ...generation.chat_answer import in_answer
 
         options: Any = {**self.options(decoder), **more}
-        tokenizer, constraint = decoder.tokenizer, self.constraint
-        trims = (
-            templated
-            and begun is None
-            and getattr(detokenizer_of(tokenizer), "prefix_space", False)
-        )
-        if templated and constraint is not None:
-            if begun is None:
-                reasons = ends_in_reasoning([*tokens], tokenizer)
-            else:
-                reasons = leaves_reasoning_open(begun, tokenizer)
+        if chat and self.constraint is not None:
             options["constraint"] = in_answer(
-                constraint, tokenizer, reasons=reasons, trims_space=trims
+                self.constraint,
+                decoder.tokenizer,
+                reasons=chat.reasons,
+                trims_space=chat.trims_space,
             )
         n_prompt = len(tokens) + cached_length(more.get("prompt_cache") or ())
         room = room_for(context_length(decoder.model), n_prompt, self.max_tokens)
         request = decoder.new_request(tokens, room, options)
-        return request, without_first_space(trims)
+        return request, without_first_space(chat is not None and chat.trims_space)
 
     def stream(
         self, decoder: Decoder, tokens: Sequence[int], **more: Any
