@@ -156,7 +156,7 @@ class DraftingParameters(TypedDict, total=False):
 
 
 class GenerationOptions(DraftingParameters, total=False):
-    """The options of every decoder's ``stream``; :meth:`mlxspec.Decoder.decode` describes them.
+    """The options of every decoder's ``stream``; :meth:`mlxspec.Decoder.stream` describes them.
 
     Use it to annotate your own functions that pass options on::
 
@@ -205,7 +205,7 @@ def check_names(options: Mapping[str, Any]) -> None:
     known = GenerationOptions.__annotations__.keys() - DraftingParameters.__annotations__.keys()
     for name in options.keys() - known:
         similar = get_close_matches(name, sorted({"max_tokens", *known}), 1)
-        meant = f"did you mean {similar[0]}" if similar else "see mlxspec.Decoder.decode for all"
+        meant = f"did you mean {similar[0]}" if similar else "see mlxspec.Decoder.stream for all"
         raise TypeError(f"there is no option {name!r}: {meant}")
 
 

@@ -316,14 +316,14 @@ class GenerationSettings:
             tokens: the prompt.
             chat: the prompt in the chat template, if the output is an answer in a chat. The
                 required form applies only to the answer's text, after its reasoning.
-            more: other arguments of :meth:`mlxspec.Decoder.decode`.
+            more: other arguments of :meth:`mlxspec.Decoder.stream`.
 
         Returns:
             the request, and a function to apply to each response before it is shown, which drops
             the space that a tokenizer may put before an answer in a chat.
 
         Raises:
-            PromptError, OptionError: as for :meth:`mlxspec.Decoder.decode`.
+            PromptError, OptionError: as for :meth:`mlxspec.Decoder.stream`.
         """
         from ...engine.caches import cached_length
         from ...engine.model_sizes import context_length
@@ -353,7 +353,7 @@ class GenerationSettings:
             yield from map(as_shown, generated)
 
     def options(self, decoder: Decoder) -> GenerationOptions:
-        """The options for :meth:`mlxspec.Decoder.decode`: sampling, output form, stops and
+        """The options for :meth:`mlxspec.Decoder.stream`: sampling, output form, stops and
         caches.
         """
         # As on mlx-lm's command line, XTC never removes line breaks and end tokens.
