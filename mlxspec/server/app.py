@@ -296,20 +296,20 @@ class Endpoints:
 
     async def show_response(self, request: Request) -> Response:
         """``/v1/responses/ID``"""
-        response, _ = self._kept(request)
-        return JSONResponse(response)
+        return JSONResponse(self._stored(request))
 
     async def delete_response(self, request: Request) -> Response:
         """``DELETE /v1/responses/ID``"""
-        response_id = self._kept(request)[0]["id"]
+        response_id = self._stored(request)["id"]
         self._responses.delete(request.state.partition, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     def _response_parser(self, request: Request) -> Callable[[Any], ResponsesBody]:
-        return partial(parse_responses, store=self._responses, partition=request.state.partition)
+        find = partial(self._responses.response, request.state.partition)
+        return partial(parse_responses, find=find)
 
-    def _kept(self, request: Request) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """The stored response that the path names, and the items before that response.
+    def _stored(self, request: Request) -> dict[str, Any]:
+        """The stored response that the path names.
 
         Raises:
             ApiError: 404, the response does not exist.
@@ -322,7 +322,7 @@ class Endpoints:
                 status=404,
                 param="response_id",
             )
-        return found
+        return found[0]
 
     # --- Anthropic's Messages API ---
 

@@ -155,7 +155,7 @@ def _taken_by_one(kind: CacheKind, tokens: int) -> int:
     return min(whole, (kind.positions + _SLACK) * each) * (1 + MARKS)
 
 
-# The most partitions with their own memory, and the tokens in each memory: about 100 MB in all.
+# The most keys with their own memory, and the tokens in each memory: about 100 MB in all.
 _MOST_APART = 32
 _TOKENS_APART = MAX_TOKENS // 4
 
@@ -164,10 +164,9 @@ _TOKENS_APART = MAX_TOKENS // 4
 class ServedModel:
     """A served model.
 
-    Each partition, such as a client's key, drafts only from its own answers, and learns only from
-    them how likely drafts are right. Otherwise accepted drafts, and the speed of answers, would
-    reveal one client's answers to another. The least recently used partitions are forgotten. The
-    partition without a name uses the decoder's own memory, which may be kept on disk.
+    If there are several keys, each drafts only from its own answers, and learns only from them how
+    likely drafts are right. Otherwise accepted drafts, and the speed of answers, would reveal one
+    client's answers to another. The least recently used keys are forgotten.
 
     Attributes:
         name: the model's name in requests.
@@ -187,7 +186,7 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         self._apart: dict[str, Decoder] = {}
-        """The decoders of named partitions, the least recently used first."""
+        """The decoders that draft for one key each, the least recently used first."""
         decoder = self.decoder
         draft_model = getattr(decoder.drafting, "draft_model", None)
         self.memory = CacheMemory(decoder.loaded, self.caches, draft_model)
@@ -202,7 +201,7 @@ class ServedModel:
 
     @property
     def memories(self) -> list[AnswerIndex]:
-        """The memories of answers of all partitions."""
+        """The memories of answers, of all keys."""
         decoders = [self.decoder, *self._apart.copy().values()]
         found = (getattr(decoder.drafting, "memory", None) for decoder in decoders)
         return [memory for memory in found if memory]
@@ -218,7 +217,7 @@ class ServedModel:
 
         Args:
             prediction: token ids that the client expects as output.
-            partition: the partition whose answers it drafts from, and adds its own to.
+            partition: the client's key if there are several. Drafts come only from its answers.
         """
         decoder = self._decoder_of(partition)
         drafting = decoder.drafting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -113,7 +114,7 @@ FULL = {
 
 
 def parsed(body: object) -> ResponsesBody:
-    return parse_responses(body, STORE)
+    return parse_responses(body, partial(STORE.response, ""))
 
 
 def asked(**fields: Any) -> ResponsesBody:
