@@ -35,10 +35,10 @@ from ..engine.model_sizes import context_length
 from ..engine.params import SamplingParams
 from ..engine.sampling import Chooser
 from ..engine.target import Progress
+from ..generation.chat_prompt import conversation_prompt
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto, Drafting, Lookahead, PromptLookup
 from ..generation.response import SpeculationStats
-from ..models.chat_template import conversation_prompt
 from ..models.heads import Head
 from ..models.model import encode_prompt
 from ..models.model_files import given_name

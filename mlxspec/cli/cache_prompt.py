@@ -20,8 +20,8 @@ from .common.prompt import PromptOptions
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from ..generation.chat_prompt import ChatPrompt
     from ..generation.decoder import Decoder
-    from ..models.chat_template import ChatPrompt
 
 
 @command("cache-prompt")

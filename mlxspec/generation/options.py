@@ -25,8 +25,9 @@ from ..engine.params import (
 )
 from ..engine.target import Progress
 from ..errors import OptionError, PromptError, whole
-from ..models.chat_template import Message, conversation_prompt
+from ..models.chat_template import Message
 from ..models.model import encode_prompt
+from .chat_prompt import conversation_prompt
 from .session import Session
 
 if TYPE_CHECKING:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import OptionError, PromptError
+from ..errors import PromptError
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -231,101 +230,6 @@ def _shows(
 
 NOT_A_PROMPT = {*("conversation", "messages", "return_dict", "return_tensors", "tokenize")}
 """Arguments of :func:`apply_template` that would make the result something other than a prompt."""
-
-
-@dataclass(frozen=True)
-class ChatPrompt:
-    """A conversation in the model's chat template, and how its answer begins.
-
-    Attributes:
-        text: the prompt, with BOS if the template has it.
-        reasons: whether the answer begins inside reasoning.
-        trims_space: whether the tokenizer puts a space before the answer, which is to be dropped.
-    """
-
-    text: str
-    reasons: bool
-    trims_space: bool
-
-    @classmethod
-    def of(
-        cls, tokenizer: TokenizerWrapper, messages: Messages, how: Mapping[str, Any]
-    ) -> ChatPrompt:
-        """The prompt for the answer to a conversation, or for the rest of its last message.
-
-        Args:
-            tokenizer: the model's tokenizer.
-            messages: the conversation. If its last message is the assistant's, it is continued,
-                unless ``how`` says otherwise.
-            how: arguments of ``apply_chat_template``.
-
-        Raises:
-            PromptError: as :func:`apply_template`.
-        """
-        from .reasoning import reasoning_markers
-        from .tokenizer import detokenizer_of
-
-        last = messages[-1]
-        continued = last.get("role") == "assistant"
-        how = {"add_generation_prompt": not continued, "continue_final_message": continued, **how}
-        text, continued = apply_template(tokenizer, messages, **how), how["continue_final_message"]
-        opens, closes = reasoning_markers(tokenizer) or ("", "")
-        if continued:
-            begun = str(last.get("content"))
-            reasons = begun.rfind(opens) > begun.rfind(closes)
-        else:
-            reasons = bool(opens) and text.rstrip().endswith(opens)
-        # A space at the beginning of a continuation was written by the model.
-        puts_space = bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
-        return cls(text, reasons, puts_space and not continued)
-
-    def tokens(self, tokenizer: TokenizerWrapper) -> list[int]:
-        """The prompt's token ids."""
-        from .model import encode_prompt
-
-        return encode_prompt(tokenizer, self.text, templated=True)
-
-
-def conversation_prompt(
-    tokenizer: TokenizerWrapper, messages: Sequence[Message], how: Mapping[str, Any]
-) -> ChatPrompt:
-    """Check a conversation, and make its :class:`ChatPrompt`.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        messages: the conversation. Each message has a "role", a "content", and other keys that the
-            template uses. If the last message is the assistant's, the model continues it.
-        how: further arguments: "tools", or the template's own, such as "enable_thinking".
-
-    Raises:
-        PromptError: the model has no chat template, an item is not a message, or the template
-            fails.
-        OptionError: an entry of ``how`` is not allowed.
-    """
-    for number, message in enumerate(messages, start=1):
-        if not _is_message(message):
-            raise PromptError(
-                f"message {number} must have a role and a content: write "
-                '{"role": "user", "content": "..."}'
-            )
-    if not tokenizer.has_chat_template:
-        raise PromptError(
-            "the prompt is a list of messages, but this model has no chat template: pass a text"
-        )
-    if wrong := sorted(NOT_A_PROMPT & how.keys()):
-        raise OptionError(f"chat_template_kwargs must not set {wrong[0]}: leave it out")
-    try:
-        return ChatPrompt.of(tokenizer, [*map(dict, messages)], how)
-    except PromptError as error:
-        raise PromptError(
-            f"{error}: pass messages whose roles and order this model accepts"
-        ) from error
-
-
-def _is_message(message: object) -> bool:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        return False
-    return isinstance(message.get("content"), str | list) or bool(message.get("tool_calls"))
 
 
 # --- the template of Mistral's instruct models ---

@@ -12,8 +12,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..engine.json_schema import enforceable
 from ..engine.params import ONE_LINE, Constraint, Phases
 from ..errors import OptionError, PromptError
-from ..generation.chat_answer import in_answer
-from ..models.chat_template import ChatPrompt, reserved_arguments
+from ..generation.chat_prompt import ChatPrompt, in_answer
+from ..models.chat_template import reserved_arguments
 from ..models.model import encode_prompt
 from ..models.reasoning import reasoning_markers, token_of
 from .api_body import ApiBody

@@ -19,8 +19,8 @@ from mlxspec.cli.common.generation import DraftingOptions, GenerationSettings, w
 from mlxspec.cli.common.output import error_console
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import OptionError, PromptError
+from mlxspec.generation.chat_prompt import conversation_prompt
 from mlxspec.generation.session import Session
-from mlxspec.models.chat_template import conversation_prompt
 from tests.support.architectures import ARCHITECTURES, KINDS_OF_CACHES
 from tests.support.demo import demo
 

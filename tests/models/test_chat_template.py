@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxspec.errors import PromptError
-from mlxspec.models.chat_template import ChatPrompt, apply_template, conversation_prompt
+from mlxspec.generation.chat_prompt import ChatPrompt, conversation_prompt
+from mlxspec.models.chat_template import apply_template
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from mlxspec.models.tokenizer import load_tokenizer
 from tests.support import system_templates

@@ -476,7 +476,7 @@ class LocalModel:
             PromptError: the template fails, for example because it does not support a system
                 prompt.
         """
-        from ...models.chat_template import conversation_prompt
+        from ...generation.chat_prompt import conversation_prompt
 
         tokenizer = self.decoder.tokenizer
         self._chat = conversation_prompt(tokenizer, messages, self.template_arguments)

@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 
     from ...distributed.ranks import Leader
     from ...drafting.drafter import Drafter
+    from ...generation.chat_prompt import ChatPrompt
     from ...generation.decoder import Decoder
     from ...generation.drafting import Lookahead, PromptLookup
     from ...generation.options import GenerationOptions
     from ...generation.request import Request
     from ...generation.response import GenerationResponse
-    from ...models.chat_template import ChatPrompt
     from ...models.model import OnRead
     from ..memory import Memories
 
@@ -327,7 +327,7 @@ class GenerationSettings:
         """
         from ...engine.caches import cached_length
         from ...engine.model_sizes import context_length
-        from ...generation.chat_answer import in_answer
+        from ...generation.chat_prompt import in_answer
 
         options: Any = {**self.options(decoder), **more}
         if chat and self.constraint is not None:

@@ -22,7 +22,8 @@ from .options import NAME, argument, option, option_field
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from ...models.chat_template import ChatPrompt, Messages
+    from ...generation.chat_prompt import ChatPrompt
+    from ...models.chat_template import Messages
 
     Prompt = str | list[int] | Messages
 
@@ -215,7 +216,7 @@ class PromptOptions:
             OptionError: an option requires a template, but the model has none.
             PromptError: the template fails.
         """
-        from ...models.chat_template import conversation_prompt
+        from ...generation.chat_prompt import conversation_prompt
         from ...models.model import encode_prompt
 
         if not self.uses_template(prompt, tokenizer):
