@@ -11,12 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxspec.errors import PromptError
-from mlxspec.generation.chat_prompt import ChatPrompt, conversation_prompt
+from mlxspec.generation.chat_prompt import conversation_prompt
 from mlxspec.models.chat_template import apply_template
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from mlxspec.models.tokenizer import load_tokenizer
 from tests.support import system_templates
-from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.examples import examples
 from tests.support.hostile import harmless
 
@@ -44,37 +43,6 @@ def refused(tokenizer: Any, template: str) -> str:
 def test_the_result_is_that_of_the_tokenizer(tokenizer: Any, how: dict[str, bool]) -> None:
     expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, **how)
     assert apply_template(tokenizer, MESSAGES, **how) == expected
-
-
-@pytest.mark.parametrize(
-    ("answer", "is_open"),
-    [
-        ("The answer", False),
-        ("<think>Hm", True),
-        ("<think>Hm</think>So", False),
-        ("<think>Hm</think><think>", True),
-    ],
-)
-@pytest.mark.parametrize("in_parts", [False, True])
-def test_a_continued_answer_reasons_if_it_has_not_ended_its_reasoning(
-    answer: str, is_open: bool, in_parts: bool
-) -> None:
-    content = part(answer) if in_parts else answer
-    messages = [*MESSAGES, {"role": "assistant", "content": content}]
-    assert ChatPrompt.of(chat_tokenizer(), messages, {}).reasons is is_open
-    assert ChatPrompt.of(load_tokenizer_once(), messages, {}).reasons is False
-
-
-def test_an_answer_reasons_if_the_template_begins_its_reasoning() -> None:
-    for how, reasons in (({}, False), ({"force_thinking": True}, True)):
-        assert ChatPrompt.of(chat_tokenizer(), MESSAGES, how).reasons is reasons
-
-
-def test_only_the_beginning_of_an_answer_has_a_space_to_drop(tokenizer: Any) -> None:
-    assert ChatPrompt.of(tokenizer, MESSAGES, {}).trims_space
-    continued = [*MESSAGES, {"role": "assistant", "content": "The"}]
-    assert not ChatPrompt.of(tokenizer, continued, {}).trims_space
-    assert ChatPrompt.of(tokenizer, continued, {"continue_final_message": False}).trims_space
 
 
 @pytest.mark.parametrize(
