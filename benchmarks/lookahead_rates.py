@@ -69,7 +69,9 @@ def _compare(
     for _ in range(repeats):
         turns = {}
         for make in random.sample([NoDraft, new], 2):
-            turns[make] = _turn(decoder.decode(prompt, make(), max_tokens=_TOKENS))
+            turns[make] = _turn(
+                Decoder(decoder.loaded, decoder.tokenizer, make()).stream(prompt, _TOKENS)
+            )
         seconds, stats = turns[new]
         ratios.append(turns[NoDraft][0] / seconds)
         rates.append(1 / seconds)

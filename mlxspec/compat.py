@@ -60,7 +60,7 @@ def generate(
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
-        prompt: text, token ids, or messages, as for :meth:`mlxspec.Decoder.decode`.
+        prompt: text, token ids, or messages, as for :meth:`mlxspec.Decoder.stream`.
         verbose: print the text as it is generated, then figures.
         options: the options of :func:`stream_generate`.
 
@@ -126,7 +126,7 @@ def stream_generate(
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
-        prompt: text, token ids, or messages, as for :meth:`mlxspec.Decoder.decode`.
+        prompt: text, token ids, or messages, as for :meth:`mlxspec.Decoder.stream`.
         max_tokens: the most tokens to generate; -1 for no limit.
         draft_model: a small model with the same tokenizer, which drafts where no text repeats. It
             samples with the output's random numbers.
@@ -137,11 +137,11 @@ def stream_generate(
         input_embeddings: embeddings in place of the prompt's. mlx-lm then generates without drafts,
             and accepts only its own kinds of prompts and options.
         options: options for sampling, stopping and the cache, and ``prompt_cache``, as in
-            :meth:`mlxspec.Decoder.decode`. With a draft model, ``max_kv_size`` is ignored, as in
+            :meth:`mlxspec.Decoder.stream`. With a draft model, ``max_kv_size`` is ignored, as in
             mlx-lm, and the draft model's caches in ``prompt_cache`` are not changed.
 
     Raises:
-        PromptError, FileError, OptionError: as for :meth:`mlxspec.Decoder.decode`; OptionError also
+        PromptError, FileError, OptionError: as for :meth:`mlxspec.Decoder.stream`; OptionError also
             if the draft model has another vocabulary.
         TypeError: an option does not exist.
     """
@@ -276,7 +276,7 @@ def batch_generate(
 
     Args:
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
-        prompts: token ids, texts, or messages, as for :meth:`mlxspec.Decoder.decode`.
+        prompts: token ids, texts, or messages, as for :meth:`mlxspec.Decoder.stream`.
         prompt_caches: for each prompt, mlx-lm's caches of the text before it; they are not changed.
         max_tokens: the most tokens to generate: one number for all prompts, or one for each.
         verbose: print progress, then figures.

@@ -61,8 +61,6 @@ decoder.stream("text", temp="warm")  # type: ignore[arg-type]
 decoder.stream(5)  # type: ignore[arg-type]
 assert_type(decoder.generate("text", 5, color=False, top_p=0.9), GenerationResult)
 decoder.generate("text", 5, topp=0.9)  # type: ignore[call-arg]
-decoder.decode("text", mlxspec.PromptLookupDrafter(), temp=0.5)
-decoder.decode("text", mlxspec.PromptLookupDrafter(), tempt=0.5)  # type: ignore[call-arg]
 
 lookup = PromptLookupDecoder("demo")
 assert_type(lookup.stream("text", n_draft=5, seed=None), Responses)

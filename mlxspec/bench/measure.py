@@ -36,10 +36,10 @@ from ..engine.model_sizes import context_length
 from ..engine.params import SamplingParams
 from ..engine.sampling import Chooser
 from ..engine.target import Progress
+from ..generation.chat_prompt import conversation_prompt
 from ..generation.decoder import Decoder
 from ..generation.drafting import Auto, Drafting, Lookahead, PromptLookup
 from ..generation.response import SpeculationStats
-from ..models.chat_template import apply_template
 from ..models.heads import Head
 from ..models.model import encode_prompt
 from ..models.model_files import given_name
@@ -348,7 +348,7 @@ def encoded(tokenizer: TokenizerWrapper, messages: Messages, raw: bool) -> list[
     """
     if raw or not tokenizer.has_chat_template:
         return encode_prompt(tokenizer, "\n\n".join(one["content"] for one in messages))
-    return apply_template(tokenizer, messages, add_generation_prompt=True)
+    return conversation_prompt(tokenizer, messages, {}).tokens(tokenizer)
 
 
 # --- the report ---

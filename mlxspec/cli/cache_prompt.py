@@ -20,6 +20,7 @@ from .common.prompt import PromptOptions
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from ..generation.chat_prompt import ChatPrompt
     from ..generation.decoder import Decoder
 
 
@@ -147,11 +148,10 @@ class CachedPrompt:
         from ..generation.session import Session
 
         check_fits(self._cache, decoder.model, self.file)
-        templated = options.uses_template(prompt, decoder.tokenizer)
-        following = _following(prompt, options, decoder.tokenizer, templated)
-        how = {"templated": templated, "prompt_cache": self._cache}
+        following, chat = _following(prompt, options, decoder.tokenizer)
+        how: dict[str, Any] = {"chat": chat, "prompt_cache": self._cache}
         if self._tokens:
-            how = {"templated": templated, "session": Session(self._cache, self._tokens)}
+            how = {"chat": chat, "session": Session(self._cache, self._tokens)}
         return [*self._tokens, *following], how
 
 
@@ -162,19 +162,15 @@ def _place(name: str) -> str:
 
 
 def _following(
-    prompt: str | list[int], options: PromptOptions, tokenizer: TokenizerWrapper, templated: bool
-) -> list[int]:
-    """The tokens of a text that continues the user's message in the cache."""
-    from ..models.chat_template import apply_template
+    prompt: str | list[int], options: PromptOptions, tokenizer: TokenizerWrapper
+) -> tuple[list[int], ChatPrompt | None]:
+    """The tokens of a text that continues the user's message in the cache, as for ``encoded``."""
+    from ..models.model import encode_prompt
 
     if not isinstance(prompt, str):
-        return prompt
-    if templated:
-        texts = []
-        for content in (_QUERY, prompt):
-            messages, how = options.turns([{"role": "user", "content": content}])
-            how = {"add_generation_prompt": True, "tokenize": False, **how}
-            texts.append(apply_template(tokenizer, messages, **how))
-        opening, prompt = texts
-        prompt = prompt[len(opening.partition(_QUERY)[0]) :]
-    return tokenizer.encode(prompt, add_special_tokens=False)
+        return prompt, None
+    _, chat = options.encoded(prompt, tokenizer)
+    _, opening = options.encoded(_QUERY, tokenizer)
+    if chat and opening:
+        prompt = chat.text[len(opening.text.partition(_QUERY)[0]) :]
+    return encode_prompt(tokenizer, prompt, templated=True), chat

@@ -82,14 +82,13 @@ def explain_command(
     console = error_console(color)
     with Memories(not generation.drafting.no_saved_answers) as memories:
         decoder = generation.load(console, memories)
-        tokens, templated = prompt.encoded(source, decoder.tokenizer)
+        tokens, chat = prompt.encoded(source, decoder.tokenizer)
         recorded: list[RecordedStep] = []
         decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
-        how = {"templated": templated, "begun": prompt.prefill_response}
         figures = TaskProgressColumn(), TimeElapsedColumn()
         with ProgressBar("Generating", *figures, console=console) as bar:
             bar(0, generation.max_tokens)  # also shows the time of the probes and the prefill
-            for last in generation.stream(decoder, tokens, **how):
+            for last in generation.stream(decoder, tokens, chat=chat):
                 bar(last.generation_tokens, generation.max_tokens)
         if skip is not None and skip >= len(recorded):
             raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps; skip fewer")

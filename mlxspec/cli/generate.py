@@ -173,9 +173,8 @@ def answer(
         if cached:
             tokens, how = cached.continued(source, prompt, decoder)
         else:
-            tokens, templated = prompt.encoded(source, decoder.tokenizer)
-            how = {"templated": templated}
-        how["begun"] = prompt.prefill_response
+            tokens, chat = prompt.encoded(source, decoder.tokenizer)
+            how = {"chat": chat}
         result = GenerationResult(logprobs=None if logprobs is None else [])
         with suppress(KeyboardInterrupt), prefill_bar(console) as progress:
             for response in generation.stream(decoder, tokens, on_progress=progress, **how):

@@ -41,7 +41,7 @@ def inspect_command(model: str | None, adapter_path: str | None, anew: bool, as_
     Examples:
       mlxspec inspect demo
       mlxspec inspect mlx-community/gemma-3-4b-it-4bit
-      mlxspec inspect ./mlx_model --json | jq -r .tier
+      mlxspec inspect ./mlx_model --json | jq -r .capability
 
     Trial steps show which drafts MODEL verifies; the architecture's name does not matter. After a
     rejection, the caches must be as if only the accepted tokens had run. Trial steps also show
@@ -103,7 +103,7 @@ def _model_report(model: nn.Module, anew: bool) -> dict[str, Any]:
         "vocabulary": loaded.vocab_size,
         "context": context_length(model),
         "caches": [asdict(kind) for kind in cache_kinds(loaded)],
-        "tier": capability.value,
+        "capability": capability.value,
         "reason": reason,
         "joint": joint.value,
         "joint_reason": joint_reason,
@@ -125,14 +125,14 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, object]]:
         needs = [f"{target[name]:,} {words}" for name, words in _SIZES.items() if name in target]
         drafts = f"up to {report['most']} tokens"
         return [*rows, ("drafts", drafts), ("target", ", ".join([families, *needs]))]
-    context, plain = report["context"], report["tier"] == "plain"
+    context, plain = report["context"], report["capability"] == "plain"
     return [
         ("architecture", f"{report['type']}, {report['layers']} layers"),
         *rows,
         ("vocabulary", f"{report['vocabulary']:,} tokens"),
         ("context", f"{context:,} tokens" if context else "no limit in config.json"),
         *(("cache", _cache(kind)) for kind in report["caches"]),
-        ("drafts", _DRAFTS[report["tier"]]),
+        ("drafts", _DRAFTS[report["capability"]]),
         ("why", report["reason"]),
         ("sequences", f"{report['joint']}: {report['joint_reason']}"),
         ("found by", f"trial steps of {report['tried_on']}"),

@@ -215,11 +215,11 @@ class PromptAnswers:
         """
         asked = read_line(value)
         source = asked.get("prompt") or asked["messages"]
-        tokens, templated = self.prompt.encoded(source, self.decoder.tokenizer)
+        tokens, chat = self.prompt.encoded(source, self.decoder.tokenizer)
         options = {name: asked[name] for name in _OPTIONS & asked.keys()}
         most = checked_max_tokens(options.pop("max_tokens", self.generation.max_tokens))
         request, as_shown = replace(self.generation, max_tokens=most).request(
-            self.decoder, tokens, templated=templated, begun=self.prompt.prefill_response, **options
+            self.decoder, tokens, chat=chat, **options
         )
         result = GenerationResult(logprobs=None if self.logprobs is None else [])
         request.receive = lambda response: result.add(as_shown(response), self.logprobs or 0)

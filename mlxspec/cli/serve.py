@@ -46,7 +46,6 @@ from .common.options import (
     ADAPTERS,
     COUNT,
     NAME,
-    all_of,
     check_one,
     color_option,
     command,
@@ -110,7 +109,11 @@ _request_option = partial(option_field, group="Requests")
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Where to listen, how many requests to run, and what to print."""
+    """Where to listen, how many requests to run, and what to print.
+
+    Raises:
+        OptionError: options contradict each other, or a directory of ``--models`` does not exist.
+    """
 
     available: tuple[str, ...] = _address_option(
         "--models DIR",
@@ -207,52 +210,23 @@ class ServeOptions:
         group="Output",
     )
 
-
-serve_options = all_of(
-    model_argument(several=True),
-    options_of(ServeOptions, "options"),
-    template_option("Requests"),
-    options_of(DraftingOptions, "drafting", "Drafting"),
-    options_of(CacheOptions, "caches", "Memory"),
-    color_option("Output", "Colour the lines for requests."),
-)
-"""The argument and the options of ``serve``."""
-
-
-def checked(
-    models: tuple[str, ...], options: ServeOptions, drafting: DraftingOptions, key: str
-) -> tuple[list[str], set[str] | None]:
-    """Check arguments and options, except those that need a model.
-
-    Args:
-        models, options, drafting: as :func:`serve_options` parsed them.
-        key: a key in addition to those in the file; empty for none.
-
-    Returns:
-        the keys, and the host names that requests may use for the server, or None for any.
-
-    Raises:
-        OptionError: a value is wrong, or other machines could use the server without a key.
-    """
-    check_one(quiet=options.quiet, log_json=options.log_json)
-    apart = options.adapter_path, drafting.head, drafting.draft_model
-    if options.available and not models and any(value is not None for value in apart):
-        raise OptionError(
-            "--adapter-path, --head and --draft-model apply only to MODEL, which is missing: "
-            "name one"
-        )
-    for one in options.available:
-        if one != ALL and not local_path(one).is_dir():
-            raise OptionError(
-                f"--models {one_line(one)}: no such directory; name one with models, or use "
-                "--models all"
-            )
-    keys = _keys(options.api_key_file, key)
-    return keys, _hosts(options.host, options.allowed_hosts, keys)
+    def __post_init__(self) -> None:
+        check_one(quiet=self.quiet, log_json=self.log_json)
+        for one in self.available:
+            if one != ALL and not local_path(one).is_dir():
+                raise OptionError(
+                    f"--models {one_line(one)}: no such directory; name one with models, or use "
+                    "--models all"
+                )
 
 
 @command("serve")
-@serve_options
+@model_argument(several=True)
+@options_of(ServeOptions, "options")
+@template_option("Requests")
+@options_of(DraftingOptions, "drafting", "Drafting")
+@options_of(CacheOptions, "caches", "Memory")
+@color_option("Output", "Colour the lines for requests.")
 def serve_command(
     *,
     models: tuple[str, ...],
@@ -289,7 +263,14 @@ def serve_command(
                 "--models, --keep-alive and --cache-dir need models on one machine: leave them "
                 "out, or run without mlx.launch"
             )
-        keys, hosts = checked(models, options, drafting, os.environ.get(API_KEY, ""))
+        apart = adapters, drafting.head, drafting.draft_model
+        if options.available and not models and any(value is not None for value in apart):
+            raise OptionError(
+                "--adapter-path, --head and --draft-model apply only to MODEL, which is missing: "
+                "name one"
+            )
+        keys = _keys(options.api_key_file, os.environ.get(API_KEY, ""))
+        hosts = _hosts(options.host, options.allowed_hosts, keys)
         names = models or (() if options.available else (None,))
         loader = _Loader(names, named, options, chat_template_config or {}, keys, leader)
         _run(loader, hosts, error_console(color))
@@ -540,9 +521,8 @@ class _Loader:
         decoder = how.load(None, self.memories, self.leader, on_read)
         _ = decoder.loaded.capability  # if this takes forwards, other models can answer meanwhile
         on_read(0)  # the server may be shutting down
-        owner = self.keys[0] if len(self.keys) == 1 else ""
         most = self.memory.most_cached
-        served = ServedModel(entry.name, decoder, how.caches, most, self.template, owner)
+        served = ServedModel(entry.name, decoder, how.caches, most, self.template)
         if place := self._place(entry):
             most = self.memory.most_idle(served.memory.weights) // max(1, len(self.paths))
             served.cache.load(place, most)

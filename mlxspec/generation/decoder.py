@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, Callable, Generator
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
 from ..corpus.answers import SWITCH, identify
 from ..drafting.costs import StepTimes
-from ..drafting.drafter import Drafter, checked_drafter
+from ..drafting.drafter import Drafter
 from ..drafting.experience import Experience, experience_path
 from ..drafting.p_accept import TokenClasses
 from ..engine.costs import KeptCosts, costs_for, model_identity, with_long_context
@@ -143,79 +143,16 @@ class Decoder:
     ) -> Generator[GenerationResponse, None, None]:
         """Generate one response per token, with the decoder's drafter.
 
-        Args:
-            prompt: text, token ids, or messages, as for :meth:`decode`.
-            max_tokens: the most tokens to generate.
-            options: sampling, stop strings and so on, as for :meth:`decode`, and the drafting
-                parameters of the decoder's class.
-
-        Raises:
-            PromptError, OptionError: as :meth:`decode`.
-        """
-        return responses(self.new_request(prompt, max_tokens, options))
-
-    def astream(
-        self, prompt: Prompt, max_tokens: int = 250, **options: Unpack[GenerationOptions]
-    ) -> AsyncGenerator[GenerationResponse, None]:
-        """Generate like :meth:`stream`, in an asyncio task, without blocking its event loop.
-
-        The model runs in a separate thread. Up to 32 concurrent generations share its steps as in
-        ``batch_generate``, and each has the same output as alone. A generation runs up to 64 tokens
-        ahead of its consumer, then waits.
-
-        Closing (``aclose``) or cancelling a generation ends it before its next step, and releases
-        its session before the call returns. After a ``break``, the event loop closes it soon;
-        ``contextlib.aclosing`` closes it immediately.
-
-        Args:
-            prompt, max_tokens, options: as for :meth:`stream`, except ``prompt_cache``.
-                ``on_progress`` is called in the event loop.
-
-        Raises:
-            PromptError, OptionError, MlxspecError: as :meth:`decode`, with the first response.
-            OptionError: ``prompt_cache`` is given, which does not work, since the generation runs
-                ahead of its consumer.
-        """
-        new_request = partial(self.new_request, prompt, max_tokens)
-        return astream(self, new_request, options)
-
-    def generate(
-        self,
-        prompt: Prompt,
-        max_tokens: int = 250,
-        color: bool = True,
-        **options: Unpack[GenerationOptions],
-    ) -> GenerationResult:
-        """Generate, writing the text to standard output as it is generated, and return the result.
-
-        Args:
-            prompt, max_tokens, options: as for :meth:`stream`.
-            color: whether to colour accepted draft tokens and the model's own, at a terminal.
-
-        Raises:
-            PromptError, OptionError: as :meth:`decode`.
-        """
-        return self.written(self.stream(prompt, max_tokens, **options), color)
-
-    def decode(
-        self,
-        prompt: Prompt,
-        drafter: Drafter,
-        *,
-        max_tokens: int = 250,
-        **options: Unpack[GenerationOptions],
-    ) -> Generator[GenerationResponse, None, None]:
-        """Generate with your own drafter, or with one of mlxspec's.
+        Drafts change the speed, not the output. A model that verifies no drafts gets none. Nor does
+        a generation whose logits processors or sampler may be impure (see
+        :class:`mlxspec.SamplingParams`).
 
         Args:
             prompt: text, token ids, or messages, a list of ``{"role": ..., "content": ...}``. The
                 model's chat template turns messages into token ids; a trailing assistant message
                 is continued. Text and ids are used unchanged.
-            drafter: proposes drafts; it changes the speed, not the output. It is not used if the
-                model verifies no drafts, or if logits processors or a sampler may be impure (see
-                :class:`mlxspec.SamplingParams`).
             max_tokens: the most tokens to generate, at least 1.
-            options: see below.
+            options: see below, and the drafting parameters of the decoder's class.
 
         Options:
             sampling: how to pick tokens; greedy by default.
@@ -257,26 +194,56 @@ class Decoder:
             FileError: ``prompt_cache`` was made by another model. With the first response:
                 another model made the session's initial cache, or another generation is using
                 ``prompt_cache``.
-            MlxspecError: ``drafter`` is not a drafter. With a response: it proposed an invalid
+            MlxspecError: with a response, a drafter of your own is invalid or proposed an invalid
                 draft.
             TypeError: an option is unknown.
         """
-        checked = checked_drafter(drafter)
-        drafting = Drafting(maker=lambda: checked)
-        return responses(self.new_request(prompt, max_tokens, options, drafting))
+        return responses(self.new_request(prompt, max_tokens, options))
 
-    def written(
-        self, responses: Iterable[GenerationResponse], color: bool = True
-    ) -> GenerationResult:
-        """Write a generation's text to standard output as it is generated; return the result.
+    def astream(
+        self, prompt: Prompt, max_tokens: int = 250, **options: Unpack[GenerationOptions]
+    ) -> AsyncGenerator[GenerationResponse, None]:
+        """Generate like :meth:`stream`, in an asyncio task, without blocking its event loop.
+
+        The model runs in a separate thread. Up to 32 concurrent generations share its steps as in
+        ``batch_generate``, and each has the same output as alone. A generation runs up to 64 tokens
+        ahead of its consumer, then waits.
+
+        Closing (``aclose``) or cancelling a generation ends it before its next step, and releases
+        its session before the call returns. After a ``break``, the event loop closes it soon;
+        ``contextlib.aclosing`` closes it immediately.
 
         Args:
-            responses: from :meth:`decode`, or from a decoder's ``stream``.
+            prompt, max_tokens, options: as for :meth:`stream`, except ``prompt_cache``.
+                ``on_progress`` is called in the event loop.
+
+        Raises:
+            PromptError, OptionError, MlxspecError: as :meth:`stream`, with the first response.
+            OptionError: ``prompt_cache`` is given, which does not work, since the generation runs
+                ahead of its consumer.
+        """
+        new_request = partial(self.new_request, prompt, max_tokens)
+        return astream(self, new_request, options)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        max_tokens: int = 250,
+        color: bool = True,
+        **options: Unpack[GenerationOptions],
+    ) -> GenerationResult:
+        """Generate, writing the text to standard output as it is generated, and return the result.
+
+        Args:
+            prompt, max_tokens, options: as for :meth:`stream`.
             color: whether to colour accepted draft tokens and the model's own, at a terminal.
+
+        Raises:
+            PromptError, OptionError: as :meth:`stream`.
         """
         printer = TokenPrinter(color=None if color else False)
         result = GenerationResult()
-        for response in responses:
+        for response in self.stream(prompt, max_tokens, **options):
             printer.write(response.text, response.from_draft)
             result.add(response)
         printer.finish()
@@ -313,7 +280,7 @@ class Decoder:
             receive: an engine calls it with each response.
 
         Raises:
-            PromptError, OptionError, FileError, TypeError: as :meth:`decode`.
+            PromptError, OptionError, FileError, TypeError: as :meth:`stream`.
         """
         longest, template = context_length(self.model), options.get("chat_template_kwargs")
         tokens = prompt_ids(prompt, self.tokenizer, self.loaded.vocab_size, longest, template)

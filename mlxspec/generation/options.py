@@ -25,8 +25,9 @@ from ..engine.params import (
 )
 from ..engine.target import Progress
 from ..errors import OptionError, PromptError, whole
-from ..models.chat_template import Message, conversation_ids
+from ..models.chat_template import Message
 from ..models.model import encode_prompt
+from .chat_prompt import conversation_prompt
 from .session import Session
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def prompt_ids(
     """Turn a prompt into token ids.
 
     Args:
-        prompt: text, token ids, or messages, as for :func:`.chat_template.conversation_ids`.
+        prompt: text, token ids, or messages, as for :func:`.conversation_prompt`.
         tokenizer: the model's tokenizer.
         vocab_size: the number of token ids that the model knows.
         longest: the model's context in tokens, if known.
@@ -70,7 +71,8 @@ def prompt_ids(
         )
     if conversation:
         messages = cast(Sequence[Message], prompt)
-        tokens = conversation_ids(tokenizer, messages, chat_template_kwargs or {})
+        chat = conversation_prompt(tokenizer, messages, chat_template_kwargs or {})
+        tokens = chat.tokens(tokenizer)
     elif isinstance(prompt, str):
         if not prompt:
             raise PromptError("the prompt is empty: write a text, or pass the BOS id alone")
@@ -155,7 +157,7 @@ class DraftingParameters(TypedDict, total=False):
 
 
 class GenerationOptions(DraftingParameters, total=False):
-    """The options of every decoder's ``stream``; :meth:`mlxspec.Decoder.decode` describes them.
+    """The options of every decoder's ``stream``; :meth:`mlxspec.Decoder.stream` describes them.
 
     Use it to annotate your own functions that pass options on::
 
@@ -204,7 +206,7 @@ def check_names(options: Mapping[str, Any]) -> None:
     known = GenerationOptions.__annotations__.keys() - DraftingParameters.__annotations__.keys()
     for name in options.keys() - known:
         similar = get_close_matches(name, sorted({"max_tokens", *known}), 1)
-        meant = f"did you mean {similar[0]}" if similar else "see mlxspec.Decoder.decode for all"
+        meant = f"did you mean {similar[0]}" if similar else "see mlxspec.Decoder.stream for all"
         raise TypeError(f"there is no option {name!r}: {meant}")
 
 

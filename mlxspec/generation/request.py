@@ -136,13 +136,13 @@ class Request:
         decoder: the model and its tokenizer.
         prompt: token ids.
         max_tokens: the most tokens to generate.
-        options: as for :meth:`mlxspec.Decoder.decode`; the request checks them.
+        options: as for :meth:`mlxspec.Decoder.stream`; the request checks them.
         make_drafter: makes the drafter when the request starts.
         receive: called with each response.
 
     Raises:
         OptionError, FileError, TypeError: an option is wrong, as for
-            :meth:`mlxspec.Decoder.decode`.
+            :meth:`mlxspec.Decoder.stream`.
 
     Attributes:
         sampling, constraint, stop, stop_tokens, cache_options: the checked options, with

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..errors import OptionError, PromptError
+from ..errors import PromptError
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -35,8 +35,8 @@ def reserved_arguments() -> set[str]:
     return {name for one in functions for name in inspect.signature(one).parameters}
 
 
-def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) -> Any:
-    """Call ``tokenizer.apply_chat_template`` and return its result.
+def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) -> str:
+    """The text that ``tokenizer.apply_chat_template`` makes of a conversation.
 
     Contents are texts or lists of parts, as the template takes them. Given the other one, many
     templates leave the content out without an error.
@@ -57,7 +57,7 @@ def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) 
     messages = _with_systems_in_place(tokenizer, messages, how)
     fitted = [_fitted(tokenizer, message, how) for message in messages]
     try:
-        return tokenizer.apply_chat_template(fitted, **how)
+        return str(tokenizer.apply_chat_template(fitted, **how, tokenize=False))
     except Exception as error:  # a template can raise anything
         cause = str(error) or type(error).__name__
         raise PromptError(f"the chat template failed ({cause})") from error
@@ -234,51 +234,6 @@ def _shows(
 
 NOT_A_PROMPT = {*("conversation", "messages", "return_dict", "return_tensors", "tokenize")}
 """Arguments of :func:`apply_template` that would make the result something other than a prompt."""
-
-
-def conversation_ids(
-    tokenizer: TokenizerWrapper, messages: Sequence[Message], how: Mapping[str, Any]
-) -> list[int]:
-    """The prompt for the model's next turn, or for the rest of its unfinished turn, as token ids.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        messages: the conversation. Each message has a "role", a "content", and other keys that the
-            template uses. If the last message is the assistant's, the model continues it.
-        how: further arguments: "tools", or the template's own, such as "enable_thinking".
-
-    Raises:
-        PromptError: the model has no chat template, an item is not a message, or the template
-            fails.
-        OptionError: an entry of ``how`` is not allowed.
-    """
-    for number, message in enumerate(messages, start=1):
-        if not _is_message(message):
-            raise PromptError(
-                f"message {number} must have a role and a content: write "
-                '{"role": "user", "content": "..."}'
-            )
-    if not tokenizer.has_chat_template:
-        raise PromptError(
-            "the prompt is a list of messages, but this model has no chat template: pass a text"
-        )
-    if wrong := sorted(NOT_A_PROMPT & how.keys()):
-        raise OptionError(f"chat_template_kwargs must not set {wrong[0]}: leave it out")
-    continued = messages[-1]["role"] == "assistant"
-    turn = {"add_generation_prompt": not continued, "continue_final_message": continued}
-    try:
-        ids: list[int] = apply_template(tokenizer, [*map(dict, messages)], **{**turn, **how})
-    except PromptError as error:
-        raise PromptError(
-            f"{error}: pass messages whose roles and order this model accepts"
-        ) from error
-    return ids
-
-
-def _is_message(message: object) -> bool:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        return False
-    return isinstance(message.get("content"), str | list) or bool(message.get("tool_calls"))
 
 
 # --- the template of Mistral's instruct models ---

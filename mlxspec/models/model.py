@@ -274,11 +274,11 @@ def evaluate(model: nn.Module, source: str | Path, on_read: OnRead = _unheard) -
         raise LoadError(f"{source}: the weights cannot be read ({error})") from error
 
 
-def encode_prompt(tokenizer: Any, text: str) -> list[int]:
+def encode_prompt(tokenizer: Any, text: str, templated: bool = False) -> list[int]:
     """The token ids of a prompt, as in mlx-lm.
 
-    BOS is added, unless ``text`` starts with the name of that token. An empty text gives only BOS,
-    or no ids if the tokenizer has no BOS.
+    BOS is added, unless ``text`` starts with the name of that token, or comes from a chat template.
+    An empty text gives only BOS, or no ids if the tokenizer has no BOS.
 
     Raises:
         PromptError: the text has a lone surrogate, which cannot be encoded.
@@ -291,5 +291,5 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
             f"{error.start}: send text that UTF-8 can encode"
         ) from error
     bos = tokenizer.bos_token
-    has_bos = bos is not None and text.startswith(bos)
+    has_bos = templated or (bos is not None and text.startswith(bos))
     return tokenizer.encode(text, add_special_tokens=not has_bos)

@@ -30,7 +30,8 @@ from ..engine.grammar import Grammar, Vocabulary
 from ..errors import OptionError, printable
 from ..generation.options import GenerationOptions
 from ..generation.request import State
-from .answer import FAILED, ApiAnswer, answered, kept_alive
+from .answer import ApiAnswer
+from .api_body import ApiBody, check_ids
 from .auth import MOST_BYTES, AuthMiddleware, body_of, decoded, stated_length
 from .body import ApiError, error_response, parse, read_body, shown
 from .catalog import Catalog, Entry, keeping_models
@@ -45,8 +46,8 @@ from .openai import (
     parse_tokenize,
 )
 from .prompts import Prompt, chat_prompt, completion_prompts, text_ids
-from .requests import ApiBody, check_ids
 from .responses import ResponsesAnswer, ResponsesBody, ResponseStore, parse_responses
+from .sending import FAILED, answered, kept_alive
 from .served_model import ServedModel
 from .worker import ServedRequest, Worker
 
@@ -295,20 +296,20 @@ class Endpoints:
 
     async def show_response(self, request: Request) -> Response:
         """``/v1/responses/ID``"""
-        response, _ = self._kept(request)
-        return JSONResponse(response)
+        return JSONResponse(self._stored(request))
 
     async def delete_response(self, request: Request) -> Response:
         """``DELETE /v1/responses/ID``"""
-        response_id = self._kept(request)[0]["id"]
+        response_id = self._stored(request)["id"]
         self._responses.delete(request.state.partition, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     def _response_parser(self, request: Request) -> Callable[[Any], ResponsesBody]:
-        return partial(parse_responses, store=self._responses, partition=request.state.partition)
+        find = partial(self._responses.response, request.state.partition)
+        return partial(parse_responses, find=find)
 
-    def _kept(self, request: Request) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """The stored response that the path names, and the items before that response.
+    def _stored(self, request: Request) -> dict[str, Any]:
+        """The stored response that the path names.
 
         Raises:
             ApiError: 404, the response does not exist.
@@ -321,7 +322,7 @@ class Endpoints:
                 status=404,
                 param="response_id",
             )
-        return found
+        return found[0]
 
     # --- Anthropic's Messages API ---
 
@@ -446,10 +447,16 @@ class Endpoints:
         if text := body.prediction.content:  # a hint, which not all kinds of drafting use
             expected = await self._ids(served, text, "prediction")
             prediction = expected[: served.context_length]  # no output can be longer
+        make = partial(
+            ServedRequest,
+            served,
+            prediction=prediction,
+            top_logprobs=body.top,
+            partition=request.state.partition,
+        )
         requests: list[ServedRequest] = []
         for prompt in prompts:
-            choices = await self._choices(served, body, prompt, prediction, request.state.partition)
-            requests += choices
+            requests += await self._choices(served, body, prompt, make)
         stream = self._worker.submit(served, requests)
         return await answered(request, stream, answer, body.stream, self.keep_alive)
 
@@ -458,10 +465,9 @@ class Endpoints:
         served: ServedModel,
         body: ApiBody,
         prompt: Prompt,
-        prediction: Sequence[int],
-        partition: str,
+        make: Callable[..., ServedRequest],
     ) -> list[ServedRequest]:
-        """The requests for a prompt's choices."""
+        """The requests for a prompt's choices, which ``make`` makes."""
         tokens = tuple(prompt.tokens)  # all choices share it
         sent = {"logit_bias": body.logit_bias, "stop_token_ids": body.stop_token_ids}
         for param, ids in {body.param: tokens, **sent}.items():
@@ -482,15 +488,7 @@ class Endpoints:
                 "stop_tokens": (*body.stop_token_ids, *prompt.stop_tokens),
                 "sampling": body.sampling(choice, served.special_tokens),
             }
-            return ServedRequest(
-                served,
-                tokens,
-                max_tokens,
-                options,
-                prediction=prediction,
-                top_logprobs=body.top,
-                partition=partition,
-            )
+            return make(tokens, max_tokens, options)
 
         try:
             return await run_in_threadpool(lambda: [*map(made, range(body.n))])

@@ -56,7 +56,7 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     def _checked(self, scope: Scope) -> str:
-        """Check a request; return its key, or "" if it needs none.
+        """Check a request; return its partition: its key if there are several, and else "".
 
         Raises:
             ApiError: 401 or 403, the request is refused.
@@ -98,7 +98,7 @@ class AuthMiddleware:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return given.decode()
+        return given.decode() if len(self._keys) > 1 else ""
 
 
 def host_name(host: str) -> str:

@@ -12,8 +12,8 @@ import mlx.core as mx
 from ..engine.costs import free_memory, least_free_memory, whole_memory
 from ..engine.grammar import Vocabulary
 from ..engine.target import together
+from .api_body import ApiBody
 from .body import ApiError
-from .requests import ApiBody
 from .served_model import Need, ServedModel
 
 _RESERVE = 0.1  # share of the memory beside the weights, for joint steps and freed buffers

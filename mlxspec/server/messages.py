@@ -16,10 +16,11 @@ from urllib.parse import quote
 
 from pydantic import AliasPath, BeforeValidator, Field, PlainValidator, TypeAdapter
 
-from .answer import ApiAnswer, Choice, TextRun, framed
+from .answer import ApiAnswer
+from .api_body import ApiBody, Function, OutputOptions, Stops, ToolOutput, merged
 from .body import ApiError, Body, Items, Name, new_request_id, read_json, without_nulls
+from .choice import Choice, TextRun
 from .output_parser import Part
-from .requests import ApiBody, Function, OutputOptions, Stops, ToolOutput, merged
 from .worker import Begun, Ended
 
 _BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
@@ -250,8 +251,8 @@ class MessagesAnswer(ApiAnswer):
             ending["stop_reason"] = ending["stop_reason"].replace("tool_use", "end_turn")
         return {**self._message, "content": content, **ending}
 
-    def keep_alive(self) -> str:
-        return framed({"type": "ping"})
+    def keep_alive(self) -> list[dict[str, Any]]:
+        return [{"type": "ping"}]
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         return error.messages_body(self.headers["request-id"])

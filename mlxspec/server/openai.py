@@ -18,10 +18,11 @@ from pydantic import AliasChoices, BeforeValidator, Field, model_validator
 
 from .. import __version__
 from ..models.tokenizer import token_bytes
-from .answer import ApiAnswer, Choice, TextRun
+from .answer import ApiAnswer
+from .api_body import MOST_CHOICES, ApiBody, Function, Text
 from .body import Body, Integer, Items, StringOr, TokenId, parse, refuse, without_nulls
+from .choice import Choice, TextRun
 from .output_parser import OutputFormat, Part
-from .requests import MOST_CHOICES, ApiBody, Function, Text
 from .worker import Piece
 
 _Top = Annotated[Integer, Field(ge=0, le=20)]

@@ -12,11 +12,11 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..engine.json_schema import enforceable
 from ..engine.params import ONE_LINE, Constraint, Phases
 from ..errors import OptionError, PromptError
-from ..generation.chat_answer import in_answer, leaves_reasoning_open
-from ..models.chat_template import apply_template, reserved_arguments
+from ..generation.chat_prompt import ChatPrompt, in_answer
+from ..models.chat_template import reserved_arguments
 from ..models.model import encode_prompt
 from ..models.reasoning import reasoning_markers, token_of
-from ..models.tokenizer import detokenizer_of
+from .api_body import ApiBody
 from .body import ApiError
 from .openai import CompletionBody
 from .output_parser import (
@@ -26,7 +26,6 @@ from .output_parser import (
     is_harmony,
     parser_name,
 )
-from .requests import ApiBody
 
 
 @dataclass(frozen=True)
@@ -73,18 +72,16 @@ def chat_prompt(
         raise ApiError(
             f"This model does not support tools, since {reason}: leave tools out.", param="tools"
         )
-    text = _templated(body, tokenizer, arguments or {})
+    chat = _templated(body, tokenizer, arguments or {})
+    text, trims_space = chat.text, chat.trims_space
     initial = initial_state(tokenizer)
     if initial == "header" and is_harmony(tokenizer):
         if body.constraint and not body.tools_shown:  # the answer is the final message alone
             text += FINAL_MESSAGE
         if body.continued or text.endswith(FINAL_MESSAGE):
             initial = "normal"
-    if _is_reasoning(body, tokenizer, text):
+    if chat.reasons:
         initial = "reasoning"
-    # A space at the beginning of a continuation was written by the model.
-    puts_space = bool(getattr(detokenizer_of(tokenizer), "prefix_space", False))
-    trims_space = puts_space and not body.continued
     if body.demands_call:
         known = body.forced_tool is None or parser_name(tokenizer) in _FORMATS
         if initial_state(tokenizer) != "normal" or not known:
@@ -155,7 +152,9 @@ def check_length(text: str, param: str, longest: int | None) -> None:
         )
 
 
-def _templated(body: ApiBody, tokenizer: TokenizerWrapper, arguments: Mapping[str, Any]) -> str:
+def _templated(
+    body: ApiBody, tokenizer: TokenizerWrapper, arguments: Mapping[str, Any]
+) -> ChatPrompt:
     own = _RESERVED.union(tokenizer.SPECIAL_TOKENS_ATTRIBUTES, tokenizer.special_tokens_map)
     for name in body.template_kwargs:
         if name in own:
@@ -169,10 +168,9 @@ def _templated(body: ApiBody, tokenizer: TokenizerWrapper, arguments: Mapping[st
         "tools": list(body.tools_shown) or None,
         "add_generation_prompt": not body.continued,
         "continue_final_message": body.continued,
-        "tokenize": False,
     }
     try:
-        return cast(str, apply_template(tokenizer, list(body.conversation), **how))
+        return ChatPrompt.of(tokenizer, list(body.conversation), how)
     except PromptError as error:
         raise ApiError(
             f"{error}: send messages with roles, and in an order, that this model accepts.",
@@ -181,14 +179,6 @@ def _templated(body: ApiBody, tokenizer: TokenizerWrapper, arguments: Mapping[st
 
 
 _RESERVED = reserved_arguments()
-
-
-def _is_reasoning(body: ApiBody, tokenizer: TokenizerWrapper, text: str) -> bool:
-    """Whether the answer begins inside reasoning."""
-    if body.continued:
-        return leaves_reasoning_open(body.conversation[-1]["content"], tokenizer)
-    markers = reasoning_markers(tokenizer)
-    return markers is not None and text.rstrip().endswith(markers[0])
 
 
 # --- constraints ---

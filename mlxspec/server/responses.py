@@ -25,7 +25,8 @@ from pydantic import (
 
 from ..errors import OptionError
 from ..jsonl import without_lone_surrogates
-from .answer import ApiAnswer, Choice, TextRun, framed
+from .answer import ApiAnswer
+from .api_body import ApiBody, OutputOptions, Text, TextPart, ToolOutput, Verbosity, merged
 from .body import (
     ApiError,
     Body,
@@ -39,9 +40,9 @@ from .body import (
     shown,
     without_nulls,
 )
+from .choice import Choice, TextRun
 from .openai import chat_logprobs
 from .output_parser import OutputFormat, Part
-from .requests import ApiBody, OutputOptions, Text, TextPart, ToolOutput, Verbosity, merged
 from .worker import Ended
 
 _INPUT = "input"  # the argument with the text for a custom tool
@@ -256,29 +257,33 @@ _REPEATED = (
 )
 
 
-def parse_responses(
-    body: Any, store: ResponseStore | None = None, partition: str = ""
-) -> ResponsesBody:
+Stored = tuple[dict[str, Any], list[dict[str, Any]]]
+"""A stored response, and the items before it."""
+
+Find = Callable[[str], Stored | None]
+"""Returns the client's stored response with an id; None if it is not stored."""
+
+
+def parse_responses(body: Any, find: Find = lambda response_id: None) -> ResponsesBody:
     """Parse a body of ``/v1/responses``.
 
     Args:
         body: the JSON value of the body.
-        store: the stored responses that the body may refer to.
-        partition: the partition of the store that the client may use.
+        find: finds the stored responses that the body refers to.
 
     Raises:
         ApiError: a field is missing, wrong or unsupported, or a response or an item that the body
             refers to is not stored.
     """
     if isinstance(body, dict):
-        body = body | _from_store(body, store or ResponseStore(), partition)
+        body = body | _from_store(body, find)
     return parse(ResponsesBody, body)
 
 
 # --- the conversation ---
 
 
-def _from_store(body: dict[str, Any], store: ResponseStore, partition: str) -> dict[str, Any]:
+def _from_store(body: dict[str, Any], find: Find) -> dict[str, Any]:
     """The fields ``earlier`` (the conversation so far) and ``input``, with references resolved.
 
     Raises:
@@ -286,7 +291,7 @@ def _from_store(body: dict[str, Any], store: ResponseStore, partition: str) -> d
     """
     earlier: list[dict[str, Any]] = []
     if isinstance(previous := body.get("previous_response_id"), str):
-        found = store.response(partition, previous)
+        found = find(previous)
         if not found:
             raise ApiError(
                 f"previous_response_id is {shown(previous)}, but no such response is stored: "
@@ -299,7 +304,7 @@ def _from_store(body: dict[str, Any], store: ResponseStore, partition: str) -> d
     if not isinstance(items := body.get("input"), list):
         return {"earlier": earlier}
     ids = {index: one["id"] for index, one in enumerate(items) if _is_reference(one)}
-    known = store.items(partition, {*ids.values()})
+    known = _stored_items({*ids.values()}, find)
     items = items.copy()
     for index, item_id in ids.items():
         if item_id not in known:
@@ -307,6 +312,14 @@ def _from_store(body: dict[str, Any], store: ResponseStore, partition: str) -> d
             refuse(f"input[{index}].id", item_id, remedy)
         items[index] = known.pop(item_id)  # only once, or a short body could expand to gigabytes
     return {"earlier": earlier, "input": items}
+
+
+def _stored_items(ids: Set[str], find: Find) -> dict[str, dict[str, Any]]:
+    """By id: all items of the stored answers that have any of the given ids."""
+    numbers = {item_id.split("_")[1] for item_id in ids if "_" in item_id}
+    found = [find(f"resp_{number}") for number in numbers]
+    answers = [response for response, _ in filter(None, found)]
+    return {item["id"]: item for answer in answers for item in answer["output"]}
 
 
 def _is_reference(item: Any) -> bool:
@@ -370,10 +383,8 @@ class ResponseStore:
             while self.nbytes > self._most_bytes:
                 self._drop(next(iter(self._kept)))
 
-    def response(
-        self, partition: str, response_id: str
-    ) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-        """The partition's response with this id and the items before it; None if not stored."""
+    def response(self, partition: str, response_id: str) -> Stored | None:
+        """The partition's response with this id; None if it is not stored."""
         key = partition, response_id
         with self._changing:
             if key not in self._kept:
@@ -382,13 +393,6 @@ class ResponseStore:
             text = self._kept[key]
         response, given = json.loads(text)
         return response, given
-
-    def items(self, partition: str, ids: Set[str]) -> dict[str, dict[str, Any]]:
-        """By id: all items of the partition's answers that have any of the given ids."""
-        numbers = {item_id.split("_")[1] for item_id in ids if "_" in item_id}
-        found = [self.response(partition, f"resp_{number}") for number in numbers]
-        answers = [response for response, _ in filter(None, found)]
-        return {item["id"]: item for answer in answers for item in answer["output"]}
 
     def delete(self, partition: str, response_id: str) -> None:
         """Delete a response, if it is stored."""
@@ -475,8 +479,8 @@ class ResponsesAnswer(ApiAnswer):
     def whole(self) -> dict[str, Any]:
         return self._response
 
-    def keep_alive(self) -> str:
-        return "".join(map(framed, self.begin())) or framed(self._lifecycle("in_progress"))
+    def keep_alive(self) -> list[dict[str, Any]]:
+        return self.begin() or [self._lifecycle("in_progress")]
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         code = "server_error" if error.status >= 500 else "invalid_prompt"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -156,7 +155,7 @@ def _taken_by_one(kind: CacheKind, tokens: int) -> int:
     return min(whole, (kind.positions + _SLACK) * each) * (1 + MARKS)
 
 
-# The most partitions with their own memory, and the tokens in each memory: about 100 MB in all.
+# The most keys with their own memory, and the tokens in each memory: about 100 MB in all.
 _MOST_APART = 32
 _TOKENS_APART = MAX_TOKENS // 4
 
@@ -165,9 +164,9 @@ _TOKENS_APART = MAX_TOKENS // 4
 class ServedModel:
     """A served model.
 
-    Each partition, such as a client's key, drafts only from its own answers, and learns only from
-    them how likely drafts are right. Otherwise accepted drafts, and the speed of answers, would
-    reveal one client's answers to another. The least recently used partitions are forgotten.
+    If there are several keys, each drafts only from its own answers, and learns only from them how
+    likely drafts are right. Otherwise accepted drafts, and the speed of answers, would reveal one
+    client's answers to another. The least recently used keys are forgotten.
 
     Attributes:
         name: the model's name in requests.
@@ -175,8 +174,6 @@ class ServedModel:
         caches: the cache options of all requests.
         most_cached: the most bytes of the prefix cache's idle entries.
         template_arguments: default arguments of the chat template, overridden by a request's.
-        owner: the partition that uses the decoder's own memory of answers. The others have separate
-            memories, which are not kept on disk.
         memory: the memory needs of its weights, caches and forwards.
         cache: the prefix cache.
     """
@@ -186,13 +183,10 @@ class ServedModel:
     caches: CacheOptions = field(default_factory=CacheOptions)
     most_cached: int = sys.maxsize
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    owner: str = field(default="", repr=False)
-    _apart: OrderedDict[str, Decoder] = field(
-        default_factory=OrderedDict, init=False, repr=False, compare=False
-    )
-    """The decoders of other partitions, the least recently used first."""
 
     def __post_init__(self) -> None:
+        self._apart: dict[str, Decoder] = {}
+        """The decoders that draft for one key each, the least recently used first."""
         decoder = self.decoder
         draft_model = getattr(decoder.drafting, "draft_model", None)
         self.memory = CacheMemory(decoder.loaded, self.caches, draft_model)
@@ -207,7 +201,7 @@ class ServedModel:
 
     @property
     def memories(self) -> list[AnswerIndex]:
-        """The memories of answers of all partitions."""
+        """The memories of answers, of all keys."""
         decoders = [self.decoder, *self._apart.copy().values()]
         found = (getattr(decoder.drafting, "memory", None) for decoder in decoders)
         return [memory for memory in found if memory]
@@ -223,7 +217,7 @@ class ServedModel:
 
         Args:
             prediction: token ids that the client expects as output.
-            partition: the partition whose answers it drafts from, and adds its own to.
+            partition: the client's key if there are several. Drafts come only from its answers.
         """
         decoder = self._decoder_of(partition)
         drafting = decoder.drafting
@@ -232,10 +226,10 @@ class ServedModel:
         return drafting.make(decoder)
 
     def _decoder_of(self, partition: str) -> Decoder:
-        if partition == self.owner:
+        if not partition:
             return self.decoder
         own = self._apart.pop(partition, None) or self.decoder.apart(_TOKENS_APART)
         self._apart[partition] = own
-        while len(self._apart) > _MOST_APART:
-            self._apart.popitem(last=False)
+        if len(self._apart) > _MOST_APART:
+            del self._apart[next(iter(self._apart))]
         return own

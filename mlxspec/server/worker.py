@@ -110,7 +110,8 @@ class ServedRequest(Request):
         prediction: token ids that the client expects as output.
         top_logprobs: how many of the likeliest tokens its events have; None for no
             log-probabilities.
-        partition: the partition whose prefixes and answers may be used.
+        partition: the client's key if there are several. Other keys' prefixes and answers are not
+            used.
 
     Raises:
         OptionError: an option is out of range.

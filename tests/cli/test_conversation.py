@@ -19,8 +19,8 @@ from mlxspec.cli.common.generation import DraftingOptions, GenerationSettings, w
 from mlxspec.cli.common.output import error_console
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import OptionError, PromptError
+from mlxspec.generation.chat_prompt import conversation_prompt
 from mlxspec.generation.session import Session
-from mlxspec.models.chat_template import apply_template
 from tests.support.architectures import ARCHITECTURES, KINDS_OF_CACHES
 from tests.support.demo import demo
 
@@ -46,7 +46,9 @@ class Model:
         self.taken: int | None = None  # responses before Ctrl-C
 
     def tokenize(self, messages: list[dict[str, Any]]) -> list[int]:
-        return apply_template(self.decoder.tokenizer, messages, add_generation_prompt=True)
+        return conversation_prompt(self.decoder.tokenizer, messages, {}).tokens(
+            self.decoder.tokenizer
+        )
 
     def stream(
         self, generation: GenerationSettings, tokens: Sequence[int], on_progress: Any

@@ -44,7 +44,7 @@ def test_the_demo_model_verifies_trees() -> None:
     result = inspect("demo", "--json")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
-    assert (report["type"], report["tier"]) == ("mistral", "tree")
+    assert (report["type"], report["capability"]) == ("mistral", "tree")
     assert (report["layers"], report["vocabulary"], report["context"]) == (6, 4096, 1024)
     assert report["parameters"] == 5475584
     assert report["joint"] == "joint"

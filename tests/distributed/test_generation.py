@@ -13,6 +13,7 @@ from mlxspec.engine.sampling import SamplingParams
 from mlxspec.engine.target import Capability
 from mlxspec.generation.decoder import Decoder
 from tests.distributed.conftest import SECONDS, launched
+from tests.support.drafters import drafted
 from tests.support.harness import NEAR_TIES, assert_same_output, plain
 from tests.support.rank import ARCHITECTURE_PROMPT, HYBRIDS, PROMPT, SETTINGS
 
@@ -53,7 +54,7 @@ def report(
 @pytest.mark.parametrize("name", SETTINGS)
 def test_output_equals_one_process(name: str, report: dict[str, Any], decoder: Decoder) -> None:
     options = SETTINGS[name].options
-    responses = decoder.decode(PROMPT, SETTINGS["plain"].drafter(), **options)
+    responses = drafted(decoder, PROMPT, SETTINGS["plain"].drafter(), **options)
     expected = [response.token for response in responses]
     sampling = {key: options[key] for key in ("temp", "top_p", "seed") if key in options}
     difference = first_difference(
@@ -74,7 +75,7 @@ def test_drafts_are_accepted_and_rejected(name: str, report: dict[str, Any]) -> 
 def test_a_hybrid_computes_its_states_again_on_all_ranks(
     name: str, report: dict[str, Any], hybrids: dict[str, list[int]]
 ) -> None:
-    assert report[name]["tier"] == Capability.REPLAY.value
+    assert report[name]["capability"] == Capability.REPLAY.value
     assert 0 < report[name]["accepted"] < len(hybrids[name]) - 1
     model = HYBRIDS[name].model()
     assert_same_output(model, ARCHITECTURE_PROMPT, hybrids[name], report[name]["tokens"])
@@ -98,5 +99,5 @@ def test_only_rank_0_prints(small_model: Path, decoder: Decoder, tmp_path: Path)
     with launched(*command, folder=tmp_path) as launcher:
         output, errors = launcher.communicate(timeout=SECONDS)
     assert errors == ""
-    plain = decoder.decode(PROMPT, SETTINGS["plain"].drafter(), max_tokens=8)
+    plain = drafted(decoder, PROMPT, SETTINGS["plain"].drafter(), max_tokens=8)
     assert json.loads(output)["tokens"] == [response.token for response in plain]

@@ -28,6 +28,7 @@ from mlxspec.generation.request import Request
 from mlxspec.server.prefix_cache import PrefixCache
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
+from tests.support.drafters import drafted
 from tests.support.rank import PROMPT, SETTINGS
 
 
@@ -36,7 +37,7 @@ def test_a_prompt_cache_is_refused_where_the_model_is_split(small_model: Any) ->
     led(decoder.loaded, Silent())
     cache = make_prompt_cache(decoder.model)
     with pytest.raises(OptionError, match="cannot be split over several machines"):
-        list(decoder.decode(PROMPT, SETTINGS["plain"].drafter(), prompt_cache=cache))
+        list(drafted(decoder, PROMPT, SETTINGS["plain"].drafter(), prompt_cache=cache))
 
 
 def test_an_error_in_what_the_ranks_do_together_ends_them(
@@ -48,7 +49,7 @@ def test_an_error_in_what_the_ranks_do_together_ends_them(
     led(decoder.loaded, Silent())
     monkeypatch.setattr(Target, "forward", fails)
     with pytest.raises(SystemExit, match=r"^Error: rank 0: TypeError: no layer$"):
-        list(decoder.decode(PROMPT, SETTINGS["plain"].drafter()))
+        list(drafted(decoder, PROMPT, SETTINGS["plain"].drafter()))
 
 
 def led(loaded: Any, channel: Any) -> Leader:

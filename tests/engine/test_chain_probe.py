@@ -16,7 +16,7 @@ from mlxspec.generation.decoder import Decoder
 from mlxspec.models.model import load
 from mlxspec.models.model_files import DEMO
 from tests.support.architectures import ARCHITECTURES, livelier
-from tests.support.drafters import PartlyRightDrafter
+from tests.support.drafters import PartlyRightDrafter, drafted
 from tests.support.harness import examined
 from tests.support.random_models import random_model, scaled_rope
 
@@ -47,7 +47,7 @@ def test_a_base_that_depends_on_the_length_changes_no_output(model_type: str, le
     reference = list(stream_generate(model, tokenizer, prompt, **options))
     expected = [response.token for response in reference]
     drafter = PartlyRightDrafter(expected, 64, seed=1)
-    responses = list(Decoder(model, tokenizer).decode(prompt, drafter, **options))
+    responses = list(drafted(Decoder(model, tokenizer), prompt, drafter, **options))
     assert [response.token for response in responses] == expected
     for response, same in zip(responses, reference, strict=True):
         assert mx.max(mx.abs(response.logprobs - same.logprobs)).item() < 1e-4

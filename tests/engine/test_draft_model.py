@@ -21,6 +21,7 @@ from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine.capability import Capability
 from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES
+from tests.support.drafters import drafted
 from tests.support.drop_in import FREE, REPEAT, fields, stand_in_with_costs, stream_generate
 from tests.support.harness import assert_same_output, run
 from tests.support.llamas import llama
@@ -93,7 +94,7 @@ def test_the_output_is_that_of_plain_decoding(
     sampling = SamplingParams(temp=temp, seed=2, **filters)
     both = CombinedDrafter(PromptLookupDrafter(ngram_max=1), DraftModelDrafter(smaller, 3))
     expected, actual = (
-        [r.token for r in decoder.decode(prompt, drafter, max_tokens=24, sampling=sampling)]
+        [r.token for r in drafted(decoder, prompt, drafter, max_tokens=24, sampling=sampling)]
         for drafter in (NoDraft(), both)
     )
     assert_same_output(loaded[0], prompt, expected, actual, sampling)

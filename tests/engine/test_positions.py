@@ -15,6 +15,7 @@ from mlxspec.generation.decoder import Decoder
 from mlxspec.models.model import load
 from mlxspec.models.model_files import DEMO
 from tests.support.architectures import ARCHITECTURES
+from tests.support.drafters import drafted
 from tests.support.random_models import random_model
 
 
@@ -89,7 +90,7 @@ def test_prompts_beyond_the_original_context_are_answered(kind: str) -> None:
     prompt = [(7 * i * i + 3 * i) % 61 + 3 for i in range(60)]
     expected = [r.token for r in stream_generate(model, tokenizer, prompt, max_tokens=30)]
     decoder = Decoder(model, tokenizer)
-    responses = decoder.decode(prompt, PromptLookupDrafter(ngram_max=1), max_tokens=30)
+    responses = drafted(decoder, prompt, PromptLookupDrafter(ngram_max=1), max_tokens=30)
     assert [response.token for response in responses] == expected
 
 

@@ -32,7 +32,7 @@ from mlxspec.errors import FileError, OptionError
 from mlxspec.generation.request import Request
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
-from tests.support.drafters import HostileDrafter
+from tests.support.drafters import HostileDrafter, drafted
 from tests.support.examples import examples
 from tests.support.interrupts import interrupted_anywhere
 from tests.support.random_models import random_model
@@ -68,8 +68,8 @@ def conversation(
             actual = by_mlx_lm(decoder.model, prompt, lent, **options)
         else:
             drafter = HostileDrafter(expected, 64, 5, seed=turn) if drafts else NoDraft()
-            responses = decoder.decode(
-                prompt, drafter, max_tokens=TOKENS, prompt_cache=lent, **options
+            responses = drafted(
+                decoder, prompt, drafter, max_tokens=TOKENS, prompt_cache=lent, **options
             )
             actual = [response.token for response in responses]
         assert actual == expected
@@ -102,8 +102,8 @@ def test_a_cache_is_quantised_when_mlx_lm_does_so(start: int) -> None:
     own, theirs = make_prompt_cache(decoder.model), make_prompt_cache(decoder.model)
     for prompt in TURNS:
         expected = by_mlx_lm(decoder.model, prompt, theirs, **options)
-        responses = decoder.decode(
-            prompt, NoDraft(), max_tokens=TOKENS, prompt_cache=own, **options
+        responses = drafted(
+            decoder, prompt, NoDraft(), max_tokens=TOKENS, prompt_cache=own, **options
         )
         assert [response.token for response in responses] == expected
         assert [type(cache) for cache in own] == [type(cache) for cache in theirs]
@@ -124,7 +124,7 @@ def test_a_generation_that_is_closed_gives_back_what_was_taken(name: str, taken:
     for seed in range(examples(2)):
         lent = make_prompt_cache(decoder.model)
         drafter = HostileDrafter(expected, 64, 5, seed=seed)
-        responses = decoder.decode(TURNS[0], drafter, max_tokens=TOKENS, prompt_cache=lent)
+        responses = drafted(decoder, TURNS[0], drafter, max_tokens=TOKENS, prompt_cache=lent)
         for _ in range(taken):
             next(responses)
         responses.close()
@@ -139,7 +139,9 @@ class Reader:
 
     def __init__(self, decoder: Decoder) -> None:
         self.lent = make_prompt_cache(decoder.model)
-        self.stream = decoder.decode(TURNS[0], NoDraft(), max_tokens=TOKENS, prompt_cache=self.lent)
+        self.stream = drafted(
+            decoder, TURNS[0], NoDraft(), max_tokens=TOKENS, prompt_cache=self.lent
+        )
         self.taken = [response.token for response in itertools.islice(self.stream, 3)]
 
     def take(self) -> None:
@@ -167,7 +169,7 @@ def test_an_interrupt_while_caches_are_taken_gives_them_back() -> None:
 
     def prepared() -> tuple[list[Any], Any]:
         lent = make_prompt_cache(decoder.model)
-        return lent, decoder.decode(TURNS[0], NoDraft(), max_tokens=3, prompt_cache=lent)
+        return lent, drafted(decoder, TURNS[0], NoDraft(), max_tokens=3, prompt_cache=lent)
 
     for lent, stream in interrupted_anywhere(
         [prompt_cache.CacheLease.take], prepared, lambda made: list(made[1])
@@ -188,8 +190,13 @@ def test_an_interrupted_prefill_gives_back_whole_chunks() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         list(
-            decoder.decode(
-                TURNS[0], NoDraft(), prompt_cache=lent, prefill_step_size=8, on_progress=interrupt
+            drafted(
+                decoder,
+                TURNS[0],
+                NoDraft(),
+                prompt_cache=lent,
+                prefill_step_size=8,
+                on_progress=interrupt,
             )
         )
     assert [cache.offset for cache in lent] == [16] * len(lent)
@@ -200,7 +207,7 @@ def test_an_interrupted_prefill_gives_back_whole_chunks() -> None:
 def test_what_is_given_back_can_be_saved_and_loaded_by_mlx_lm(tmp_path: Path) -> None:
     decoder = decoder_of("llama3")
     lent = make_prompt_cache(decoder.model, max_kv_size=16)
-    list(decoder.decode(TURNS[0], NoDraft(), max_tokens=TOKENS, prompt_cache=lent))
+    list(drafted(decoder, TURNS[0], NoDraft(), max_tokens=TOKENS, prompt_cache=lent))
     save_prompt_cache(str(tmp_path / "cache.safetensors"), lent)
     loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
     assert by_mlx_lm(decoder.model, TURNS[1], loaded) == by_mlx_lm(decoder.model, TURNS[1], lent)
@@ -209,7 +216,7 @@ def test_what_is_given_back_can_be_saved_and_loaded_by_mlx_lm(tmp_path: Path) ->
 def test_a_cache_for_fewer_layers_is_refused() -> None:
     decoder = decoder_of("llama3")
     with pytest.raises(OptionError, match="prompt_cache has 1 caches, but the model needs 2"):
-        decoder.decode([1], NoDraft(), prompt_cache=make_prompt_cache(decoder.model)[:1])
+        drafted(decoder, [1], NoDraft(), prompt_cache=make_prompt_cache(decoder.model)[:1])
 
 
 def offsets(caches: list[Any]) -> list[int]:
@@ -218,7 +225,7 @@ def offsets(caches: list[Any]) -> list[int]:
 
 def started(decoder: Decoder, lent: list[Any], prompt: list[int], taken: int) -> Any:
     """Start a generation and abandon it after ``count`` responses."""
-    responses = decoder.decode(prompt, PromptLookupDrafter(), prompt_cache=lent)
+    responses = drafted(decoder, prompt, PromptLookupDrafter(), prompt_cache=lent)
     list(itertools.islice(responses, taken))
     return responses
 
@@ -227,7 +234,7 @@ def test_generations_that_are_made_before_any_is_advanced_follow_one_another() -
     decoder = decoder_of("llama3")
     lent, theirs = make_prompt_cache(decoder.model), make_prompt_cache(decoder.model)
     made = [
-        decoder.decode(turn, PromptLookupDrafter(), max_tokens=TOKENS, prompt_cache=lent)
+        drafted(decoder, turn, PromptLookupDrafter(), max_tokens=TOKENS, prompt_cache=lent)
         for turn in TURNS
     ]
     for prompt, stream in zip(TURNS, made, strict=True):
@@ -238,7 +245,7 @@ def test_a_cache_is_returned_when_a_loop_over_the_responses_is_left() -> None:
     decoder = decoder_of("llama3")
     lent, theirs = make_prompt_cache(decoder.model), make_prompt_cache(decoder.model)
     prompt = TURNS[0]
-    for count, _ in enumerate(decoder.decode(prompt, NoDraft(), prompt_cache=lent), start=1):
+    for count, _ in enumerate(drafted(decoder, prompt, NoDraft(), prompt_cache=lent), start=1):
         if count == 10:
             break
     other = stream_generate(decoder.model, decoder.tokenizer, prompt, 100, prompt_cache=theirs)
@@ -252,11 +259,11 @@ def test_any_use_of_a_cache_before_its_generation_has_ended_is_refused(name: str
     decoder = decoder_of(name)
     lent = make_prompt_cache(decoder.model)
     expected = by_mlx_lm(decoder.model, TURNS[0], make_prompt_cache(decoder.model))
-    waiting = decoder.decode(TURNS[0], NoDraft(), max_tokens=TOKENS, prompt_cache=lent)
+    waiting = drafted(decoder, TURNS[0], NoDraft(), max_tokens=TOKENS, prompt_cache=lent)
     taken = [response.token for response in itertools.islice(waiting, 3)]
     for use in (
         lambda: by_mlx_lm(decoder.model, TURNS[1], lent),
-        lambda: list(decoder.decode(TURNS[1], NoDraft(), prompt_cache=lent)),
+        lambda: list(drafted(decoder, TURNS[1], NoDraft(), prompt_cache=lent)),
         lambda: trim_prompt_cache(lent, 1),
         lambda: [layer.state for layer in copy.deepcopy(lent)],
     ):
@@ -277,7 +284,7 @@ def test_turns_on_a_cache_can_be_taken_in_any_thread(name: str) -> None:
         prompt = [turn, *TURNS[turn % 3]]
         expected = by_mlx_lm(decoder.model, prompt, theirs)
         drafter = HostileDrafter(expected, 64, 5, seed=turn)
-        responses = decoder.decode(prompt, drafter, max_tokens=TOKENS, prompt_cache=lent)
+        responses = drafted(decoder, prompt, drafter, max_tokens=TOKENS, prompt_cache=lent)
         tokens = []
         while len(tokens) < TOKENS:
             with ThreadPoolExecutor(1) as thread:

@@ -9,7 +9,6 @@ import random
 import re
 from collections.abc import Sequence
 from functools import cache, partial
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -27,7 +26,6 @@ from mlxspec.engine.capability import Capability
 from mlxspec.engine.compiling import tried
 from mlxspec.engine.grammar import Vocabulary
 from mlxspec.engine.sampling import Chooser
-from mlxspec.generation.chat_answer import leaves_reasoning_open
 from mlxspec.generation.engine import Engine
 from tests.support.demo import FLAT, AnyDecoder, demo, demo_decoder, given_costs
 from tests.support.drafters import HostileDrafter
@@ -416,19 +414,3 @@ def test_unusual_multiples_are_refused(step: float) -> None:
 def test_what_is_no_constraint_at_all_is_refused_at_once(make: Any) -> None:
     with pytest.raises(mlxspec.MlxspecError):
         make()
-
-
-@pytest.mark.parametrize(
-    ("text", "is_open"),
-    [
-        ("The answer", False),
-        ("<think>Hm", True),
-        ("<think>Hm</think>So", False),
-        ("<think>Hm</think><think>", True),
-    ],
-)
-def test_a_begun_answer_goes_on_in_the_reasoning_that_it_leaves_open(text: str, is_open: bool):
-    thinks = SimpleNamespace(has_thinking=True, think_start="<think>", think_end="</think>")
-    assert leaves_reasoning_open(text, thinks) is is_open
-    plain = SimpleNamespace(has_thinking=False, convert_tokens_to_ids={}.get)
-    assert leaves_reasoning_open(text, plain) is False

@@ -15,6 +15,7 @@ from mlxspec import PromptLookupDecoder
 from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.errors import OptionError, PromptError
 from tests.support.demo import demo_decoder
+from tests.support.drafters import drafted
 
 pytestmark = pytest.mark.slow
 
@@ -179,7 +180,7 @@ def test_a_drafter_of_ones_own_can_be_passed(decoder: PromptLookupDecoder) -> No
             pass
 
     expected = [r.token for r in decoder.stream(PROMPT, max_tokens=20)]
-    assert [r.token for r in decoder.decode(PROMPT, Guess(), max_tokens=20)] == expected
+    assert [r.token for r in drafted(decoder, PROMPT, Guess(), max_tokens=20)] == expected
 
 
 def test_the_public_names_are_there_and_importing_them_is_cheap() -> None:

@@ -18,6 +18,7 @@ from mlxspec.drafting.drafter import NoDraft
 from mlxspec.engine.capability import Capability
 from mlxspec.errors import OptionError, PromptError
 from tests.support.demo import stand_in, stand_in_decoder
+from tests.support.drafters import drafted
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,7 @@ def make() -> LookaheadDecoder:
 
 @cache
 def plain(prompt: str, **sampling: float) -> list[int]:
-    stream = stand_in().decode(prompt, NoDraft(), max_tokens=24, **sampling)
+    stream = drafted(stand_in(), prompt, NoDraft(), max_tokens=24, **sampling)
     return [response.token for response in stream]
 
 
@@ -82,11 +83,11 @@ def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(monkeypatch) -> No
 def test_ones_own_drafter_comes_first_with_lookahead_as_its_fallback() -> None:
     expected = plain(PROMPT)
     shy = CombinedDrafter(NoDraft(), LookaheadDrafter(3, 4, 3))
-    *_, last = make().decode(PROMPT, shy, max_tokens=24)
+    *_, last = drafted(make(), PROMPT, shy, max_tokens=24)
     assert last.stats.tokens_per_step > 1.5
     for fallback in (LookaheadDrafter(3, 4, 3), NoDraft()):
         own = CombinedDrafter(PromptLookupDrafter(), fallback)
-        assert [r.token for r in make().decode(PROMPT, own, max_tokens=24)] == expected
+        assert [r.token for r in drafted(make(), PROMPT, own, max_tokens=24)] == expected
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from mlxspec import AutoDecoder, Decoder, Drafter, DraftTree, VerifiedStep
 from mlxspec.drafting.drafter import load_drafter
 from mlxspec.errors import MlxspecError, OptionError
 from tests.support.demo import FLAT, demo_decoder, given_costs, stand_in_decoder
-from tests.support.drafters import HostileDrafter
+from tests.support.drafters import HostileDrafter, drafted
 
 pytestmark = pytest.mark.slow
 
@@ -131,7 +131,7 @@ def extra(drafter: Drafter) -> AutoDecoder:
 def test_what_is_no_drafter_is_refused(drafter: object, message: str) -> None:
     decoder = stand_in_decoder(Decoder)
     with pytest.raises((MlxspecError, NotImplementedError), match=message):
-        list(decoder.decode(PROMPT, drafter, max_tokens=3))  # type: ignore[arg-type]
+        list(drafted(decoder, PROMPT, drafter, max_tokens=3))  # type: ignore[arg-type]
 
 
 def test_an_unknown_option_is_refused_with_the_one_that_was_meant() -> None:

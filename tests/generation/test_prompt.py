@@ -16,6 +16,7 @@ from mlxspec.generation.engine import Engine
 from mlxspec.generation.options import prompt_ids
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import FLAT, demo, given_costs, stand_in, stand_in_decoder
+from tests.support.drafters import drafted
 from tests.support.engines import submit
 
 HELLO = {"role": "user", "content": "Say hello."}
@@ -178,7 +179,7 @@ def test_messages_are_taken_wherever_a_prompt_is(monkeypatch: pytest.MonkeyPatch
         return [
             written(decoder.stream(prompt, 6)),
             written(decoder.stream(prompt, 6, session=session)),
-            written(decoder.decode(prompt, drafter, max_tokens=6)),
+            written(drafted(decoder, prompt, drafter, max_tokens=6)),
             lookup.prompt_lookup(prompt, 6).tokens,
             _scheduled(decoder, prompt, {}),
             written(mlxspec.stream_generate(model, tokenizer, prompt, 6)),

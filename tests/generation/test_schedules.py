@@ -33,7 +33,7 @@ from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.errors import FileError, OptionError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
-from tests.support.drafters import PartlyRightDrafter
+from tests.support.drafters import PartlyRightDrafter, drafted
 from tests.support.examples import examples
 
 pytestmark = pytest.mark.slow
@@ -258,7 +258,9 @@ class Ours(Side):
         drafter = DRAFTERS[make.drafter](theirs.taken, len(make.prompt))
         return Made(
             make,
-            self.decoder.decode(list(make.prompt), drafter, max_tokens=make.max_tokens, **options),
+            drafted(
+                self.decoder, list(make.prompt), drafter, max_tokens=make.max_tokens, **options
+            ),
         )
 
     def take(

@@ -22,7 +22,7 @@ from mlxspec.errors import OptionError
 from tests.support.architectures import ARCHITECTURES
 from tests.support.architectures import KINDS_OF_CACHES as KINDS
 from tests.support.demo import demo
-from tests.support.drafters import HostileDrafter
+from tests.support.drafters import HostileDrafter, drafted
 from tests.support.examples import examples
 from tests.support.harness import assert_same_output
 
@@ -149,7 +149,7 @@ def test_rejected_branches_leave_nothing_behind_for_the_next_turn(kind: str) -> 
         prompt = [*context[: len(context) - turn], turn + 5, 9, 12]
         truth = fresh_output(decoder.model, prompt, 15)
         drafter = HostileDrafter(truth, VOCABULARY, 5, seed=turn)
-        responses = decoder.decode(prompt, drafter, max_tokens=15, session=session)
+        responses = drafted(decoder, prompt, drafter, max_tokens=15, session=session)
         output = [response.token for response in responses]
         assert_same_output(decoder.model, prompt, truth[: len(output)], output)
         context = prompt + output
@@ -210,7 +210,7 @@ def test_drafters_of_one_session_may_differ_in_branching() -> None:
     prompt = list(range(3, 30))
     for branching in (False, True, False):
         drafter.branching = branching
-        [*_, last] = decoder.decode(prompt, drafter, max_tokens=4, session=session)
+        [*_, last] = drafted(decoder, prompt, drafter, max_tokens=4, session=session)
     assert last.reused_tokens == len(prompt) - 1
 
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxspec.errors import PromptError
+from mlxspec.generation.chat_prompt import conversation_prompt
 from mlxspec.models.chat_template import apply_template
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from mlxspec.models.tokenizer import load_tokenizer
@@ -38,9 +39,9 @@ def refused(tokenizer: Any, template: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("how", [{"add_generation_prompt": True}, {"tokenize": False}])
+@pytest.mark.parametrize("how", [{"add_generation_prompt": True}, {}])
 def test_the_result_is_that_of_the_tokenizer(tokenizer: Any, how: dict[str, bool]) -> None:
-    expected = tokenizer.apply_chat_template(MESSAGES, **how)
+    expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, **how)
     assert apply_template(tokenizer, MESSAGES, **how) == expected
 
 
@@ -91,7 +92,7 @@ def test_contents_come_in_the_form_that_the_template_takes(
     roles = ("user", "assistant")
     messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
     before = copy.deepcopy(messages)
-    assert apply_template(tokenizer, messages, tokenize=False) == text
+    assert apply_template(tokenizer, messages) == text
     assert messages == before
 
 
@@ -154,7 +155,7 @@ def test_system_messages_come_where_the_template_takes_them(
     tokenizer._tokenizer.chat_template = template
     for sent in (messages, in_parts(messages)):
         before = copy.deepcopy(sent)
-        assert apply_template(tokenizer, sent, tokenize=False) == text
+        assert apply_template(tokenizer, sent) == text
         assert sent == before
 
 
@@ -169,7 +170,7 @@ def test_what_the_template_takes_stays(
         f"<{renamed.get(one['role'], one['role'])}>{one['content']}" for one in messages
     )
     for sent in (messages, in_parts(messages)):
-        assert apply_template(tokenizer, sent, tokenize=False) == expected
+        assert apply_template(tokenizer, sent) == expected
 
 
 WITHIN_THE_QUESTION = """\
@@ -193,8 +194,8 @@ def test_a_system_message_alone_is_the_question_where_it_would_get_lost(
 def test_mistral_s_system_message_comes_before_the_last_question(tokenizer: Any) -> None:
     tokenizer._tokenizer.chat_template = system_templates.MISTRAL
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
-    assert apply_template(tokenizer, TWICE, tokenize=False) == f"{bos}[INST] a\n\nb\n\nc[/INST]"
-    assert apply_template(tokenizer, LATE, tokenize=False) == (
+    assert apply_template(tokenizer, TWICE) == f"{bos}[INST] a\n\nb\n\nc[/INST]"
+    assert apply_template(tokenizer, LATE) == (
         f"{bos}[INST] b[/INST] c{eos}[INST] a\n\n{reminder('d')}\n\ne[/INST]"
     )
 
@@ -207,7 +208,7 @@ def test_parts_other_than_texts_stay_beside_a_moved_message(tokenizer: Any) -> N
     )
     asked = {"role": "user", "content": [*part("b"), picture]}
     messages = [*talk("system: a"), asked, *talk("system: c", "system: ")]
-    assert apply_template(tokenizer, messages, tokenize=False) == (
+    assert apply_template(tokenizer, messages) == (
         "[a][\n\n][b][x][\n\n][<system-reminder>\nc\n</system-reminder>]"
     )
 
@@ -217,7 +218,7 @@ def test_many_late_system_messages_take_no_longer_than_their_length(tokenizer: A
     tokenizer._tokenizer.chat_template = system_templates.NONE["silent"]
     text = "x" * 1500
     messages = [*MESSAGES, *[{"role": "system", "content": text}] * 20_000]
-    rendered = harmless(lambda: apply_template(tokenizer, messages, tokenize=False))
+    rendered = harmless(lambda: apply_template(tokenizer, messages))
     assert rendered.count(text) == 20_000
 
 
@@ -237,7 +238,7 @@ def test_a_content_that_the_template_leaves_out_is_refused(
     with pytest.raises(PromptError, match=f"leaves out the content .* of the role {role}$"):
         apply_template(tokenizer, messages)
     tokenizer._tokenizer.chat_template = TEXTS
-    assert apply_template(tokenizer, messages, tokenize=False) == f"<user>a<{role}>a question"
+    assert apply_template(tokenizer, messages) == f"<user>a<{role}>a question"
 
 
 def test_a_tool_s_result_may_be_written_as_json(tokenizer: Any) -> None:
@@ -253,7 +254,7 @@ def test_a_tool_s_result_may_be_written_as_json(tokenizer: Any) -> None:
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": content},
         ]
-        text = apply_template(tokenizer, messages, tokenize=False)
+        text = apply_template(tokenizer, messages)
         assert text == 'a question"say \\"x\\"\\n"'
 
 
@@ -265,13 +266,13 @@ def test_tools_and_templates_of_the_call_count(tokenizer: Any) -> None:
     result = {"role": "tool", "content": "found", "tool_call_id": "call00001"}
     talk = [*MESSAGES, {"role": "assistant", "content": "so"}, result]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    assert apply_template(tokenizer, talk, tools=tools, tokenize=False).endswith("found")
+    assert apply_template(tokenizer, talk, tools=tools).endswith("found")
     with pytest.raises(PromptError, match="role tool"):
-        apply_template(tokenizer, talk, tokenize=False)
-    shown = apply_template(tokenizer, talk, chat_template=TEXTS, tokenize=False)
+        apply_template(tokenizer, talk)
+    shown = apply_template(tokenizer, talk, chat_template=TEXTS)
     assert shown.endswith("<tool>found")
     empty = [{"role": "tool", "content": ""}]
-    assert apply_template(tokenizer, [*MESSAGES, *empty], tokenize=False) == "a question"
+    assert apply_template(tokenizer, [*MESSAGES, *empty]) == "a question"
 
 
 def test_parts_other_than_texts_are_refused_where_the_template_takes_texts(tokenizer: Any) -> None:
@@ -361,5 +362,5 @@ LOOP = "{% for x in messages %}{{ x.role }}{% endfor %}"
 def test_any_template_gives_tokens_or_is_refused(fragments: list[str]) -> None:
     tokenizer = load_tokenizer_once()
     tokenizer._tokenizer.chat_template = "".join(fragments)
-    tokens = harmless(lambda: apply_template(tokenizer, MESSAGES))
+    tokens = harmless(lambda: conversation_prompt(tokenizer, MESSAGES, {}).tokens(tokenizer))
     assert isinstance(tokens, PromptError) or all(type(token) is int for token in tokens)

@@ -18,6 +18,7 @@ from mlxspec.generation.decoder import Decoder
 from mlxspec.models.model import load
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from mlxspec.models.tokenizer import load_tokenizer, load_tokenizer_of
+from tests.support.drafters import drafted
 from tests.support.examples import examples
 from tests.support.hostile import harmless, json_values, mutated
 from tests.support.scripted_model import write_scripted_model
@@ -61,7 +62,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Write]:
 def runs(directory: Path) -> bool:
     """Load a model and generate with it."""
     decoder = Decoder(*load(directory))
-    return 1 <= len(list(decoder.decode([1, 3], NoDraft(), max_tokens=2))) <= 2
+    return 1 <= len(list(drafted(decoder, [1, 3], NoDraft(), max_tokens=2))) <= 2
 
 
 def tokenizes(directory: Path) -> bool:

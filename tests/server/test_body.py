@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mlxspec.server.app import Endpoints
 from mlxspec.server.body import MOST_VALUES, ApiError, parse, read_body, read_json
 from mlxspec.server.openai import ChatBody
-from tests.server.test_requests import FULL_CHAT
+from tests.server.test_api_body import FULL_CHAT
 from tests.support.examples import examples
 from tests.support.hostile import json_values, mutated
 

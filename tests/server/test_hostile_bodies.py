@@ -16,9 +16,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
 import mlxspec
+from tests.server.test_api_body import FULL_CHAT, FULL_COMPLETION, hostile
 from tests.server.test_messages_answer import EVENT
 from tests.server.test_messages_requests import FULL_MESSAGES
-from tests.server.test_requests import FULL_CHAT, FULL_COMPLETION, hostile
 from tests.server.test_responses_answer import valid
 from tests.server.test_responses_requests import CODEX
 from tests.support.demo import stand_in_decoder

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from mlxspec.server.answer import framed
 from mlxspec.server.body import ApiError, parse
 from mlxspec.server.messages import MessagesAnswer, MessagesBody
 from mlxspec.server.output_parser import OutputFormat
+from mlxspec.server.sending import framed
 from mlxspec.server.worker import Begun, Event
 from tests.server.test_openai import CALLS, TOKENIZER, ended, extras, pieces
 from tests.support.examples import examples
@@ -188,7 +188,7 @@ def test_one_call_is_enough_where_only_one_may_be() -> None:
 def test_a_stream_says_that_it_lives_and_how_it_has_failed() -> None:
     made = answer()
     assert made.feed([]) == []
-    assert made.keep_alive() == 'event: ping\ndata: {"type": "ping"}\n\n'
+    assert framed(*made.keep_alive()) == 'event: ping\ndata: {"type": "ping"}\n\n'
     failed = made.failed(ApiError("out of order", status=500))
     assert framed(failed).startswith("event: error\n")
     assert failed["request_id"] == made.headers["request-id"]

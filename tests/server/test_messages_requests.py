@@ -12,7 +12,7 @@ from mlxspec import Constraint
 from mlxspec.server.body import ApiError, parse, read_body
 from mlxspec.server.messages import MessagesBody
 from mlxspec.server.openai import ChatBody
-from tests.server.test_requests import hostile
+from tests.server.test_api_body import hostile
 from tests.support.examples import examples
 from tests.support.hostile import json_values
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec.models.tokenizer import load_tokenizer_of
+from mlxspec.server.api_body import ApiBody
 from mlxspec.server.body import ApiError, parse
 from mlxspec.server.messages import MessagesBody
 from mlxspec.server.openai import ChatBody, CompletionBody
 from mlxspec.server.output_parser import OutputParser, Part
 from mlxspec.server.prompts import Prompt, chat_prompt, completion_prompts
-from mlxspec.server.requests import ApiBody
 from mlxspec.server.responses import parse_responses
 from tests.support import system_templates
 from tests.support.chat_tokenizer import CHATML, chat_tokenizer, harmony_tokenizer

@@ -8,6 +8,7 @@ import json
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from mlxspec.server.output_parser import OutputFormat
 from mlxspec.server.responses import (
     ResponsesAnswer,
     ResponseStore,
+    _stored_items,
     parse_responses,
 )
+from mlxspec.server.sending import framed
 from mlxspec.server.worker import Event, Piece
 from tests.server.test_openai import TOKENIZER, ended, extras, pieces
 from tests.server.test_responses_requests import CODEX
@@ -245,7 +248,7 @@ def test_one_call_is_enough_where_only_one_may_be() -> None:
 def test_keep_alives_are_events() -> None:
     answer = answered(stream=True)
     assert types([valid(event) for event in answer.begin()]) == ["created", "in_progress"]
-    name, data = answer.keep_alive().strip().split("\n")
+    name, data = framed(*answer.keep_alive()).strip().split("\n")
     event = valid(json.loads(data.removeprefix("data: ")))
     assert (name, event.type) == ("event: response.in_progress", "response.in_progress")
     rest = answer.feed([*pieces("Hi"), ended()])
@@ -285,6 +288,10 @@ def test_a_response_is_kept_unless_it_should_not_be() -> None:
 # --- the store ---
 
 
+def items(store: ResponseStore, partition: str, ids: set[str]) -> Any:
+    return _stored_items(ids, partial(store.response, partition))
+
+
 def stored(number: int, *given: dict[str, Any]) -> Stored:
     return {"id": f"resp_{number}", "output": [{"id": f"msg_{number}_0"}]}, given
 
@@ -294,16 +301,16 @@ def test_responses_are_their_partitions_own() -> None:
     store.put("a", *stored(1, {"id": "i"}))
     item = {"id": "msg_1_0"}
     assert store.response("a", "resp_1") == ({"id": "resp_1", "output": [item]}, [{"id": "i"}])
-    assert store.items("a", {"msg_1_0"}) == {"msg_1_0": item}
-    assert store.items("a", {"i", "msg_2_0", "", "_"}) == {}
+    assert items(store, "a", {"msg_1_0"}) == {"msg_1_0": item}
+    assert items(store, "a", {"i", "msg_2_0", "", "_"}) == {}
     assert store.response("b", "resp_1") is None
-    assert store.items("b", {"msg_1_0"}) == {}
+    assert items(store, "b", {"msg_1_0"}) == {}
     store.delete("b", "resp_1")
     assert store.response("a", "resp_1")
     store.delete("a", "resp_1")
     store.delete("a", "resp_1")
     assert store.response("a", "resp_1") is None
-    assert store.items("a", {"msg_1_0"}) == {}
+    assert items(store, "a", {"msg_1_0"}) == {}
     assert store.nbytes == 0
 
 
@@ -311,10 +318,10 @@ def test_those_used_last_stay() -> None:
     store = ResponseStore(most_bytes=2 * len(json.dumps(stored(1))))
     store.put("", *stored(1))
     store.put("", *stored(2))
-    store.items("", {"msg_1_0"})
+    items(store, "", {"msg_1_0"})
     store.put("", *stored(3))
     assert [bool(store.response("", f"resp_{n}")) for n in (1, 2, 3)] == [True, False, True]
-    assert store.items("", {"msg_2_0"}) == {}
+    assert items(store, "", {"msg_2_0"}) == {}
 
 
 def test_bytes_are_bounded() -> None:
@@ -324,7 +331,7 @@ def test_bytes_are_bounded() -> None:
         assert store.nbytes <= 1000
     store.put("", *stored(50, {"id": "large", "text": "x" * 1000}))
     assert store.nbytes == 0
-    assert store.items("", {"msg_50_0"}) == {}
+    assert items(store, "", {"msg_50_0"}) == {}
 
 
 @pytest.mark.slow

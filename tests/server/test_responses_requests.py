@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from openai.types.responses import Response
 from mlxspec.server.body import ApiError, parse
 from mlxspec.server.openai import ChatBody
 from mlxspec.server.responses import ResponsesBody, ResponseStore, parse_responses
-from tests.server.test_requests import check_any, hostile, param_of
+from tests.server.test_api_body import check_any, hostile, param_of
 from tests.support.examples import examples
 from tests.support.hostile import json_values
 
@@ -113,7 +114,7 @@ FULL = {
 
 
 def parsed(body: object) -> ResponsesBody:
-    return parse_responses(body, STORE)
+    return parse_responses(body, partial(STORE.response, ""))
 
 
 def asked(**fields: Any) -> ResponsesBody:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field
 import mlxspec
 from mlxspec import Constraint
 from mlxspec.engine import compiling
-from mlxspec.generation.chat_answer import in_answer
+from mlxspec.generation.chat_prompt import in_answer
 from tests.support.chains import CHAINS
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import stand_in_decoder

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Any
 
+from mlxspec import Decoder
 from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.drafter import Drafter
 from mlxspec.drafting.tree import DraftTree
+from mlxspec.generation.drafting import Drafting
+from mlxspec.generation.engine import responses
+from mlxspec.generation.response import GenerationResponse
+
+
+def drafted(
+    decoder: Decoder, prompt: Any, drafter: Drafter, max_tokens: int = 250, **options: Any
+) -> Generator[GenerationResponse, None, None]:
+    """Stream a decoder's output, with another drafter than the decoder's."""
+    drafting = Drafting(maker=lambda: drafter)
+    return responses(decoder.new_request(prompt, max_tokens, options, drafting))
 
 
 class TruthDrafter(Drafter):

@@ -27,7 +27,7 @@ from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.errors import LoadError
 from mlxspec.generation.decoder import Decoder
 from tests.support.architectures import ARCHITECTURES
-from tests.support.drafters import PartlyRightDrafter
+from tests.support.drafters import PartlyRightDrafter, drafted
 from tests.support.harness import run
 
 _NEXT = ARCHITECTURES["qwen3_next"]
@@ -45,7 +45,7 @@ PROMPT = [1, *range(300, 320), *range(300, 306)]
 
 @dataclass(frozen=True)
 class Settings:
-    """One generation: a new drafter, and the options of :meth:`mlxspec.Decoder.decode`."""
+    """One generation: a new drafter, and the options of :meth:`mlxspec.Decoder.stream`."""
 
     drafter: Callable[[], Drafter]
     options: dict[str, Any]
@@ -75,11 +75,11 @@ def main() -> None:
         assert rank_0
         decoder = Decoder(*rank_0.load(model))
         report["interrupted"] = interrupted(decoder)
-        abandoned = decoder.decode(PROMPT, SETTINGS["lookup"].drafter(), max_tokens=20)
+        abandoned = drafted(decoder, PROMPT, SETTINGS["lookup"].drafter(), max_tokens=20)
         next(abandoned)
         report["outputs"] = {}
         for name, settings in SETTINGS.items():
-            responses = list(decoder.decode(PROMPT, settings.drafter(), **settings.options))
+            responses = list(drafted(decoder, PROMPT, settings.drafter(), **settings.options))
             report["outputs"][name] = [response.token for response in responses]
             report[name] = vars(responses[-1].stats)
         for name in HYBRIDS:
@@ -93,7 +93,7 @@ def hybrid(rank_0: distributed.Leader, name: str) -> dict[str, object]:
     capability = chain_capability(loaded)
     drafter = PartlyRightDrafter(json.loads(sys.argv[2])[name], 64, seed=1)
     outcome = run(loaded, ARCHITECTURE_PROMPT, drafter, max_tokens=12, capability=capability)
-    return {"tier": capability.value, "tokens": outcome.tokens, "accepted": outcome.accepted}
+    return {"capability": capability.value, "tokens": outcome.tokens, "accepted": outcome.accepted}
 
 
 def load_shard(name: str, ranks: mx.distributed.Group) -> tuple[LoadedModel, Any]:
@@ -131,7 +131,7 @@ def interrupted(decoder: Decoder) -> int:
     """Interrupt a generation in the middle of a step; return the number of tokens before."""
     tokens = 0
     try:
-        for _ in decoder.decode(PROMPT, SETTINGS["lookup"].drafter(), max_tokens=100_000):
+        for _ in drafted(decoder, PROMPT, SETTINGS["lookup"].drafter(), max_tokens=100_000):
             tokens += 1
             if tokens == 3:
                 threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -476,14 +476,16 @@ class LocalModel:
             PromptError: the template fails, for example because it does not support a system
                 prompt.
         """
-        from ...models.chat_template import conversation_ids
+        from ...generation.chat_prompt import conversation_prompt
 
-        return conversation_ids(self.decoder.tokenizer, messages, self.template_arguments)
+        tokenizer = self.decoder.tokenizer
+        self._chat = conversation_prompt(tokenizer, messages, self.template_arguments)
+        return self._chat.tokens(tokenizer)
 
     def stream(
         self, generation: GenerationSettings, tokens: Sequence[int], on_progress: Progress
     ) -> Generator[GenerationResponse, None, None]:
-        """Generate an answer.
+        """Generate the answer to the conversation that was tokenized last.
 
         Args:
             generation: the options.
@@ -491,7 +493,7 @@ class LocalModel:
             on_progress: called with the progress of the prefill.
         """
         how = {"session": self.session, "on_progress": on_progress}
-        return generation.stream(self.decoder, tokens, templated=True, **how)
+        return generation.stream(self.decoder, tokens, chat=self._chat, **how)
 
     def others(self) -> list[str]:
         """The names, other than directories, that :meth:`switch` accepts."""

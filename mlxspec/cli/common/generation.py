@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from ...distributed.ranks import Leader
     from ...drafting.drafter import Drafter
+    from ...generation.chat_prompt import ChatPrompt
     from ...generation.decoder import Decoder
     from ...generation.drafting import Lookahead, PromptLookup
     from ...generation.options import GenerationOptions
@@ -305,8 +306,7 @@ class GenerationSettings:
         decoder: Decoder,
         tokens: Sequence[int],
         *,
-        templated: bool = False,
-        begun: str | None = None,
+        chat: ChatPrompt | None = None,
         **more: Any,
     ) -> tuple[Request, Callable[[GenerationResponse], GenerationResponse]]:
         """Make a request to a decoder.
@@ -314,42 +314,33 @@ class GenerationSettings:
         Args:
             decoder: made by :meth:`load`.
             tokens: the prompt.
-            templated: whether the output is an answer in a chat.
-            begun: the beginning of that answer if the prompt has it at its end; the required form
-                applies only to the text after it.
-            more: other arguments of :meth:`mlxspec.Decoder.decode`.
+            chat: the prompt in the chat template, if the output is an answer in a chat. The
+                required form applies only to the answer's text, after its reasoning.
+            more: other arguments of :meth:`mlxspec.Decoder.stream`.
 
         Returns:
             the request, and a function to apply to each response before it is shown, which drops
             the space that a tokenizer may put before an answer in a chat.
 
         Raises:
-            PromptError, OptionError: as for :meth:`mlxspec.Decoder.decode`.
+            PromptError, OptionError: as for :meth:`mlxspec.Decoder.stream`.
         """
         from ...engine.caches import cached_length
         from ...engine.model_sizes import context_length
-        from ...generation.chat_answer import ends_in_reasoning, in_answer, leaves_reasoning_open
-        from ...models.tokenizer import detokenizer_of
+        from ...generation.chat_prompt import in_answer
 
         options: Any = {**self.options(decoder), **more}
-        tokenizer, constraint = decoder.tokenizer, self.constraint
-        trims = (
-            templated
-            and begun is None
-            and getattr(detokenizer_of(tokenizer), "prefix_space", False)
-        )
-        if templated and constraint is not None:
-            if begun is None:
-                reasons = ends_in_reasoning([*tokens], tokenizer)
-            else:
-                reasons = leaves_reasoning_open(begun, tokenizer)
+        if chat and self.constraint is not None:
             options["constraint"] = in_answer(
-                constraint, tokenizer, reasons=reasons, trims_space=trims
+                self.constraint,
+                decoder.tokenizer,
+                reasons=chat.reasons,
+                trims_space=chat.trims_space,
             )
         n_prompt = len(tokens) + cached_length(more.get("prompt_cache") or ())
         room = room_for(context_length(decoder.model), n_prompt, self.max_tokens)
         request = decoder.new_request(tokens, room, options)
-        return request, without_first_space(trims)
+        return request, without_first_space(chat is not None and chat.trims_space)
 
     def stream(
         self, decoder: Decoder, tokens: Sequence[int], **more: Any
@@ -362,7 +353,7 @@ class GenerationSettings:
             yield from map(as_shown, generated)
 
     def options(self, decoder: Decoder) -> GenerationOptions:
-        """The options for :meth:`mlxspec.Decoder.decode`: sampling, output form, stops and
+        """The options for :meth:`mlxspec.Decoder.stream`: sampling, output form, stops and
         caches.
         """
         # As on mlx-lm's command line, XTC never removes line breaks and end tokens.

@@ -22,6 +22,7 @@ from .options import NAME, argument, option, option_field
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+    from ...generation.chat_prompt import ChatPrompt
     from ...models.chat_template import Messages
 
     Prompt = str | list[int] | Messages
@@ -189,19 +190,18 @@ class PromptOptions:
 
         Returns:
             the conversation, with the system prompt from the options if it has none, and with the
-            beginning of the answer; and the arguments for :func:`.chat_template.conversation_ids`.
+            beginning of the answer; and the arguments for :func:`.conversation_prompt`.
         """
         if self.system_prompt is not None and all(one["role"] != "system" for one in messages):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        how = {} if ended else {"add_generation_prompt": False, "continue_final_message": True}
         if ended and self.prefill_response:
             messages = [*messages, {"role": "assistant", "content": self.prefill_response}]
-            ended = False
-        how = {} if ended else {"add_generation_prompt": False, "continue_final_message": True}
         return messages, {**how, **(self.chat_template_config or {})}
 
     def encoded(
         self, prompt: Prompt, tokenizer: TokenizerWrapper, ended: bool = True
-    ) -> tuple[list[int], bool]:
+    ) -> tuple[list[int], ChatPrompt | None]:
         """Turn a prompt into token ids.
 
         Args:
@@ -210,21 +210,22 @@ class PromptOptions:
             ended: whether the user's message is complete, so that the answer comes next.
 
         Returns:
-            the ids, and whether the prompt went into the chat template.
+            the ids, and the prompt in the chat template, if it went into it.
 
         Raises:
             OptionError: an option requires a template, but the model has none.
             PromptError: the template fails.
         """
-        from ...models.chat_template import conversation_ids
+        from ...generation.chat_prompt import conversation_prompt
         from ...models.model import encode_prompt
 
         if not self.uses_template(prompt, tokenizer):
             ids: Any = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else prompt
-            return ids, False
+            return ids, None
         messages: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         messages, how = self.turns(messages, ended)
-        return conversation_ids(tokenizer, messages, how), True
+        chat = conversation_prompt(tokenizer, messages, how)
+        return chat.tokens(tokenizer), chat
 
 
 _NEEDS_TEMPLATE = "needs a chat template, which --raw, token ids and some models lack: leave it out"

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec import Constraint, SamplingParams
+from mlxspec.server.api_body import ApiBody, check_ids
 from mlxspec.server.body import ApiError, parse, read_body
 from mlxspec.server.openai import (
     ChatBody,
@@ -20,7 +21,6 @@ from mlxspec.server.openai import (
     TokenizeBody,
     parse_tokenize,
 )
-from mlxspec.server.requests import ApiBody, check_ids
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.examples import examples
 from tests.support.hostile import json_values
