@@ -457,14 +457,15 @@ def are_quantized(caches: Iterable[Any]) -> bool:
     return any(isinstance(part, QuantizedKVCache) for part in parts(caches))
 
 
-def smallest_keeping_window(caches: Iterable[Any]) -> int | None:
-    """The size of the smallest window that keeps the context's first positions; None if none does.
+def smallest_window(caches: Iterable[Any], *, keeping: bool) -> int | None:
+    """The size of the smallest window; None if there is none.
 
     Args:
         caches: mlx-lm's caches or a target's.
+        keeping: consider only windows that keep the context's first positions.
     """
     windows = [part for part in parts(caches) if isinstance(part, RotatingKVCache | WindowKVCache)]
-    return min((part.max_size for part in windows if part.keep), default=None)
+    return min((part.max_size for part in windows if part.keep or not keeping), default=None)
 
 
 def held_arrays(caches: Iterable[Any]) -> list[mx.array]:

@@ -24,7 +24,7 @@ from mlx_lm.models import base, cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..cache_files import cache_directory, read_kept, write_among_newest
-from .caches import smallest_keeping_window
+from .caches import smallest_window
 from .capability import chain_capability, examine, examine_joint
 from .costs import machine_identity, model_identity
 from .joint import JointMode
@@ -162,8 +162,9 @@ class LoadedModel:
             caches: mlx-lm's or a target's caches for the prompt.
         """
         # Some windows keep the context's first positions, but mlx-lm's mask hides them from a
-        # chunk's rows.
-        bound = smallest_keeping_window(caches)
+        # chunk's rows. PLaMo 3's mask shows these one position more than its windows keep.
+        keeping = getattr(self.model, "model_type", "") != "plamo3"
+        bound = smallest_window(caches, keeping=keeping)
         if bound is not None and length > bound:
             return True
         return self.chain_capability is Capability.PLAIN

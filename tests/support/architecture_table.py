@@ -58,8 +58,8 @@ def notes() -> list[str]:
     """Return the notes below the table, on architectures that it omits."""
     others = [f"`{other}` ({name})" for other, name in sorted(MODEL_REMAPPING.items())]
     return [
-        "PLaMo 3: rows in one chunk see more of the window than one by one, so the answer to a "
-        "prompt longer than the window may depend on the chunks.",
+        "PLaMo 3: rows in one chunk see more of the window than one by one, so a prompt longer "
+        "than the window runs in mlx-lm's chunks.",
         "",
         "These are all of mlx-lm's architectures except the following, which were not tried:",
         "",
