@@ -83,7 +83,9 @@ class Methods:
         self.model, self.tokenizer, self.sampling = model, tokenizer, sampling
         self.cold = Decoder(model, tokenizer, Auto())
         decoder = Decoder(model, tokenizer, Auto(AnswerIndex()))
-        self.after = decoder.apart(MAX_TOKENS)  # without the experience that is kept on disk
+        self.after = decoder.with_separate_memory(
+            MAX_TOKENS
+        )  # without the experience that is kept on disk
         self.streams: dict[str, Stream] = {
             MLX_LM: self._mlx_lm,
             COLD: self._cold,
@@ -111,7 +113,7 @@ class Methods:
     def _cold(self, prompt: list[int], **options: Any) -> Any:
         """Answer as the first generation of a process, but with the model loaded and probed."""
         _ = self.cold.loaded.capability, self.cold.costs, self.cold.token_classes
-        fresh = self.cold.apart(0)
+        fresh = self.cold.with_separate_memory(0)
         del fresh.costs  # so that they are read from their file, without what steps have shown
         return fresh.stream(prompt, **options)
 
@@ -125,7 +127,7 @@ class Methods:
     def warm_up(self) -> None:
         """Measure what is measured at first use, and compile; nothing is learned or remembered."""
         prompt = encoded(self.tokenizer, [message("user", WARM_UP)], False)
-        streams = {**self.streams, AFTER: self.after.apart(MAX_TOKENS).stream}
+        streams = {**self.streams, AFTER: self.after.with_separate_memory(MAX_TOKENS).stream}
         for stream in streams.values():
             run(stream, prompt, 16, self.sampling)
 

@@ -567,7 +567,7 @@ def plan_drafts(
         a plan for each planner; its ``fault`` is the exception of its drafters, if any.
     """
     started = time.perf_counter()
-    step = _Step(planners, costs, sequences, rows_taken, patient or sequences == 1)
+    step = JointPlan(planners, costs, sequences, rows_taken, patient or sequences == 1)
     plans = step.run_heads(step.search())
     nodes = step.frontier([plan.candidates for plan in plans])
     gain, n_draft = step.choose(nodes)
@@ -606,7 +606,7 @@ class _Nodes(NamedTuple):
         return Counter(self.owners[:n_draft])
 
 
-class _Step:
+class JointPlan:
     """A step to plan drafts for. The arguments are those of :func:`plan_drafts`."""
 
     def __init__(

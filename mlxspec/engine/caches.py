@@ -47,11 +47,11 @@ class TreeRows:
         self.ancestors = mx.array(tree.ancestors())
 
     def mask(self, cached: int, window_size: int | None) -> mx.array:
-        """The rows' mask over a cache of ``cached`` positions and themselves; see :func:`seen`."""
-        return seen(self.depths, self.ancestors, mx.arange(cached), cached, window_size)
+        """The rows' mask over a cache of ``cached`` positions and themselves; see :func:`tree_mask`."""
+        return tree_mask(self.depths, self.ancestors, mx.arange(cached), cached, window_size)
 
 
-def seen(
+def tree_mask(
     depths: mx.array,
     ancestors: mx.array,
     cached: mx.array,
@@ -200,7 +200,7 @@ class WindowKVCache(TreeSteps):
         cached = mx.concatenate([mx.arange(first), mx.arange(latest, self.offset)])
         depths = mx.arange(N) if self.rows is None else self.rows.depths
         related = mx.tri(N, dtype=mx.bool_) if self.rows is None else self.rows.ancestors
-        return seen(depths, related, cached, self.offset, span, self.keep)
+        return tree_mask(depths, related, cached, self.offset, span, self.keep)
 
     def is_trimmable(self) -> bool:
         return True

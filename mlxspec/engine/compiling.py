@@ -58,7 +58,7 @@ def compiled(
         OptionError: the constraint is invalid or unsatisfiable, or takes too much time or memory to
             compile or follow.
     """
-    definition = tried(constraint, outline)
+    definition = compile_in_subprocess(constraint, outline)
     limits = llguidance.LLParserLimits(**_LIMITS)
     matcher = llguidance.LLMatcher(tokens, definition, log_level=0, limits=limits)
     if not matcher.is_error():  # the first mask reveals errors that parsing does not
@@ -68,7 +68,7 @@ def compiled(
     return matcher
 
 
-def tried(constraint: Constraint, outline: Outline) -> str:
+def compile_in_subprocess(constraint: Constraint, outline: Outline) -> str:
     """Compile a constraint in another process.
 
     Returns:

@@ -312,7 +312,7 @@ class Target:
             if self.head:
                 self.head.cut(self.length)
 
-    def reach(self, length: int) -> int:
+    def reusable_prefix(self, length: int) -> int:
         """The most positions, up to ``length``, that :meth:`copied` can copy; 0 if it cannot copy.
 
         Both may be called between any two steps of a generation, and between any two chunks of its
@@ -329,7 +329,8 @@ class Target:
         """Copy the first positions into new caches of mlx-lm's classes.
 
         Args:
-            length: from :meth:`reach`, not 0. Between generations, it may also be the whole length.
+            length: from :meth:`reusable_prefix`, not 0. Between generations, it may also be the
+                whole length.
             room: as for :func:`mlxspec.engine.caches.first_positions`.
         """
         held = (self._content_at(length, cache) for cache in self.cache)

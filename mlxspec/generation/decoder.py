@@ -250,7 +250,7 @@ class Decoder:
         result.step_times = self.step_times.table()
         return result
 
-    def apart(self, memory_tokens: int) -> Self:
+    def with_separate_memory(self, memory_tokens: int) -> Self:
         """A decoder of the same model that remembers and learns separately from this one.
 
         Neither drafts from the other's outputs or learns from them. Both use the same measured
@@ -261,7 +261,10 @@ class Decoder:
                 only; unused if this decoder has no memory.
         """
         other = copy.copy(self)
-        other.drafting, other.experience = self.drafting.apart(memory_tokens), Experience()
+        other.drafting, other.experience = (
+            self.drafting.with_separate_memory(memory_tokens),
+            Experience(),
+        )
         return other
 
     def new_request(

@@ -50,7 +50,7 @@ class Drafting:
         """
         return self.maker()
 
-    def apart(self, memory_tokens: int) -> Self:
+    def with_separate_memory(self, memory_tokens: int) -> Self:
         """A copy with an empty memory of ``memory_tokens`` tokens; itself if it has no memory."""
         return self
 
@@ -154,7 +154,7 @@ class Auto(Drafting):
         look_ups = SuffixSource(classes, experience, memory=self.memory, prediction=self.prediction)
         return [look_ups] if extra is None else [look_ups, DrafterSource(extra)]
 
-    def apart(self, memory_tokens: int) -> Self:
+    def with_separate_memory(self, memory_tokens: int) -> Self:
         return replace(self, memory=AnswerIndex(memory_tokens)) if self.memory else self
 
     def make(self, decoder: Decoder) -> Drafter:

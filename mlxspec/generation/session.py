@@ -107,7 +107,7 @@ class Session:
         session._head = head
         return session
 
-    def reach(self, length: int) -> int:
+    def reusable_prefix(self, length: int) -> int:
         """How many of the first ``length`` tokens another session can begin with.
 
         While the session is in use, only the prompt's tokens that have run count. Then, this may be
@@ -115,11 +115,11 @@ class Session:
         """
         if self._lent:
             target, prompt = self._lent
-            return target.reach(min(length, len(prompt)))
+            return target.reusable_prefix(min(length, len(prompt)))
         if length >= len(self._tokens):
             return len(self._tokens)
         if self._target:
-            return self._target.reach(length)
+            return self._target.reusable_prefix(length)
         held = parts(map(for_steps, self._given))
         return length if all(can_be_cut(cache, length) for cache in held) else 0
 
@@ -127,7 +127,8 @@ class Session:
         """A new session that begins with a copy of the first tokens.
 
         Args:
-            length: a result of :meth:`reach`, at least 1. The same restrictions apply to this call.
+            length: a result of :meth:`reusable_prefix`, at least 1. The same restrictions apply to
+                this call.
             room: the number of tokens for which the copy allocates memory.
         """
         with mx.stream(generation_stream):

@@ -208,10 +208,10 @@ class PrefixCache:
         entry.n_prompt = min(entry.n_prompt, len(tokens))
         for common, other in self._matches(tokens, entry.partition):
             is_prefix = common == len(other.tokens) and other in self._idle and not other.shared
-            if is_prefix and session.reach(common) == common:
+            if is_prefix and session.reusable_prefix(common) == common:
                 del self._idle[other]
         self._touch(entry)
-        if entry.branch and session.reach(entry.branch) == entry.branch:
+        if entry.branch and session.reusable_prefix(entry.branch) == entry.branch:
             self._keep_branch(entry)
         self.make_room(self.nbytes - self.max_bytes)
 
@@ -260,7 +260,7 @@ class PrefixCache:
             usable = min(common, len(tokens) - 1)  # the last token belongs to the first step
             if usable < max(1, length):
                 break
-            reached = entry.session.reach(usable)
+            reached = entry.session.reusable_prefix(usable)
             if not self._alike(entry, reached):
                 continue
             continues = self._continues(entry, common)

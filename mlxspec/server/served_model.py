@@ -228,7 +228,7 @@ class ServedModel:
     def _decoder_of(self, partition: str) -> Decoder:
         if not partition:
             return self.decoder
-        own = self._apart.pop(partition, None) or self.decoder.apart(_TOKENS_APART)
+        own = self._apart.pop(partition, None) or self.decoder.with_separate_memory(_TOKENS_APART)
         self._apart[partition] = own
         if len(self._apart) > _MOST_APART:
             del self._apart[next(iter(self._apart))]

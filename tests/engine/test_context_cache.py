@@ -126,7 +126,7 @@ class Checked:
         del self.tokens[self.cache.length :]
 
     def copy(self, length: int) -> None:
-        reach = self.cache.reach(length)
+        reach = self.cache.reusable_prefix(length)
         assert reach <= length
         if self.kind == "replayed attention":
             assert reach == min(length, len(self.tokens))
@@ -164,8 +164,8 @@ def test_caches_are_quantised_once_they_are_long_enough_and_not_rewound_to_befor
         cache.commit((0,))
         assert isinstance(cache.cache[0], QuantizedKVCache) == (length >= 5)
         assert cache.quantized
-    assert cache.reach(5) == 5
-    assert cache.reach(4) == 0
+    assert cache.reusable_prefix(5) == 5
+    assert cache.reusable_prefix(4) == 0
     with pytest.raises(ValueError, match="quantised"):
         cache.rewind(4)
 
@@ -175,7 +175,7 @@ def test_states_return_to_marks_until_these_are_cut_off() -> None:
     checked.prefill([4, 5])
     for _ in range(3):
         checked.step([])
-    assert [checked.cache.reach(length) for length in (2, 3, 4, 5, 8)] == [0, 3, 3, 5, 5]
+    assert [checked.cache.reusable_prefix(length) for length in (2, 3, 4, 5, 8)] == [0, 3, 3, 5, 5]
     checked.copy(4)
     checked.copy(8)
     checked.rewind(5)  # three forwards; two can be undone
@@ -188,7 +188,7 @@ def test_states_return_to_marks_until_these_are_cut_off() -> None:
     assert len(checked.tokens) == 3
     for _ in range(3):
         checked.step([])
-    assert checked.cache.reach(6) == 3
+    assert checked.cache.reusable_prefix(6) == 3
 
 
 def test_a_mark_is_forgotten_with_what_it_stands_in() -> None:
@@ -198,4 +198,4 @@ def test_a_mark_is_forgotten_with_what_it_stands_in() -> None:
     checked.truncate(3)
     checked.step([])
     checked.step([])
-    assert checked.cache.reach(5) == 3
+    assert checked.cache.reusable_prefix(5) == 3

@@ -239,7 +239,7 @@ class Checked:
 
     def fork(self, share: float) -> None:
         """Continue with a copy of the first tokens."""
-        length = self.target.reach(round(share * len(self.tokens)))
+        length = self.target.reusable_prefix(round(share * len(self.tokens)))
         if length:
             self.other = copy.copy(self)
             self.other.other, self.other.tokens = None, [*self.tokens]

@@ -134,11 +134,11 @@ def test_a_decoder_apart_notices_nothing_of_what_the_other_has_learned() -> None
 
     expected, one = learns(new()), new()
     assert learns(one) == expected
-    other = one.apart(1 << 16)
+    other = one.with_separate_memory(1 << 16)
     assert learns(other) == expected
     assert learns(other)[0] != expected[0]
     third = new()
-    learns(third.apart(1 << 16))
+    learns(third.with_separate_memory(1 << 16))
     assert learns(third) == expected
 
 

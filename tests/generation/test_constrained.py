@@ -23,7 +23,7 @@ import mlxspec
 from mlxspec import Constraint, GenerationResponse, SamplingParams
 from mlxspec.bench.measure import NEAR_TIE_FLOAT32
 from mlxspec.engine.capability import Capability
-from mlxspec.engine.compiling import tried
+from mlxspec.engine.compiling import compile_in_subprocess
 from mlxspec.engine.grammar import Vocabulary
 from mlxspec.engine.sampling import Chooser
 from mlxspec.generation.engine import Engine
@@ -111,7 +111,9 @@ def text_of(responses: Sequence[GenerationResponse]) -> str:
 def by_brute_force(decoder: mlxspec.Decoder, prompt: str, constraint: Constraint) -> list[int]:
     """Decode token by token with mlx-lm's model, llguidance's masks and argmax."""
     model, tokenizer = decoder.model, decoder.tokenizer
-    definition = tried(constraint, {"size": decoder.loaded.vocab_size, "ends": [2], "special": {}})
+    definition = compile_in_subprocess(
+        constraint, {"size": decoder.loaded.vocab_size, "ends": [2], "special": {}}
+    )
     vocabulary = Vocabulary.of(tokenizer, decoder.loaded.vocab_size)
     matcher = llguidance.LLMatcher(vocabulary.tokens, definition)
     cache = make_prompt_cache(model)
@@ -389,14 +391,16 @@ def test_tokenizers_as_mlx_lm_loads_them_have_spaces_and_parts_of_characters() -
 @pytest.mark.parametrize("step", [0.01, 0.25, 60, 1000, 9973, 65536, 100_000, 0.0000001])
 def test_usual_multiples_are_kept(step: float) -> None:
     constraint = Constraint.json_schema({"type": "number", "multipleOf": step})
-    assert "multipleOf" in tried(constraint, {"size": 300, "ends": [2], "special": {}})
+    assert "multipleOf" in compile_in_subprocess(
+        constraint, {"size": 300, "ends": [2], "special": {}}
+    )
 
 
 @pytest.mark.parametrize("step", [1e300, 5e-324])
 def test_unusual_multiples_are_refused(step: float) -> None:
     constraint = Constraint.json_schema({"type": "number", "multipleOf": step})
     with pytest.raises(mlxspec.OptionError, match="multipleOf"):
-        tried(constraint, {"size": 300, "ends": [2], "special": {}})
+        compile_in_subprocess(constraint, {"size": 300, "ends": [2], "special": {}})
 
 
 @pytest.mark.parametrize(

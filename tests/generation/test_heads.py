@@ -227,7 +227,7 @@ def check_conversation(kind: str, path: Path, happened: Sequence[Any]) -> None:
         prompt = next_prompt(talk.context, talk.answer, change, share, message)
         talk.turn(prompt, 3 * n, taken, session=session)
         assert session.tokens == talk.context[: len(session.tokens)]
-        reach = session.reach(round(share * session.length))
+        reach = session.reusable_prefix(round(share * session.length))
         if after == "fork" and reach:
             session = session.fork(reach)
         if after == "file":

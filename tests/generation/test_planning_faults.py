@@ -12,7 +12,7 @@ import pytest
 import mlxspec
 from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.drafter import Drafter
-from mlxspec.drafting.planner import Planner, Policy, _Step
+from mlxspec.drafting.planner import JointPlan, Planner, Policy
 from mlxspec.drafting.suffix_source import SuffixSource
 from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine import step
@@ -38,7 +38,7 @@ OF_ONE = [
     (SuffixSource, "begin"),
     (SuffixSource, "search"),
     (Planner, "_gain_of_chain"),
-    (_Step, "is_pipelined"),
+    (JointPlan, "is_pipelined"),
     (Policy, "settle"),
     (SuffixSource, "observe"),
     (GivenCosts, "record"),

@@ -172,13 +172,13 @@ def test_a_constraint_that_takes_long_holds_up_no_other(
 ) -> None:
     goes_on = threading.Event()
 
-    def tried(constraint: Constraint, outline: compiling.Outline) -> str:
+    def compile_slowly(constraint: Constraint, outline: compiling.Outline) -> str:
         if constraint.text == "slow":
             goes_on.wait(60)
         return original(constraint, outline)
 
-    original = compiling.tried
-    monkeypatch.setattr(compiling, "tried", tried)
+    original = compiling.compile_in_subprocess
+    monkeypatch.setattr(compiling, "compile_in_subprocess", compile_slowly)
 
     def answered(word: str) -> str:
         content = chat(client, extra_body={"guided_regex": word}).choices[0].message.content
