@@ -47,7 +47,7 @@ class TreeRows:
         self.ancestors = mx.array(tree.ancestors())
 
     def mask(self, cached: int, window_size: int | None) -> mx.array:
-        """The rows' mask over a cache of ``cached`` positions and themselves; see :func:`tree_mask`."""
+        """The rows' mask over a cache of ``cached`` positions and themselves."""
         return tree_mask(self.depths, self.ancestors, mx.arange(cached), cached, window_size)
 
 
