@@ -31,7 +31,7 @@ import mlxspec  # before mlx_lm, for OpenBLAS
 import mlx_lm
 
 from mlxspec.bench.prompts import bundled_prompts
-from mlxspec.generation.engine import Engine
+from mlxspec.generation.scheduler import Scheduler
 
 _TOKENS = 160
 _COUNTS = (1, 2, 4, 8)
@@ -62,14 +62,14 @@ def in_joint_steps(
     decoder: mlxspec.Decoder, prompts: Sequence[list[int]], count: int
 ) -> list[list[int]]:
     """Answer the prompts, ``count`` at once; return their tokens."""
-    engine = Engine(decoder, max_active=count, stall=float("inf"))
+    scheduler = Scheduler(decoder, max_active=count, stall=float("inf"))
     answers: list[list[mlxspec.GenerationResponse]] = [[] for _ in prompts]
     requests = [
         decoder.new_request(prompt, _TOKENS, {}, receive=answer.append)
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    engine.add(*requests)
-    engine.run()
+    scheduler.add(*requests)
+    scheduler.run()
     assert not any(request.error for request in requests)
     return [[response.token for response in answer] for answer in answers]
 

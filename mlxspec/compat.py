@@ -37,10 +37,10 @@ from .engine.loaded_model import LoadedModel
 from .engine.target import Progress
 from .errors import OptionError
 from .generation.decoder import AutoDecoder
-from .generation.engine import Engine, responses
 from .generation.options import GenerationOptions, Prompt
 from .generation.request import Request
 from .generation.response import GenerationResponse, GenerationResult, SpeculationStats
+from .generation.scheduler import Scheduler, responses
 from .models.model import load
 from .models.model_files import DEMO
 
@@ -343,17 +343,17 @@ def _run(
     verbose: bool,
 ) -> BatchStats:
     """Run the requests until all have their results; return the figures, printed if ``verbose``."""
-    engine = Engine(decoder, max_active=max_active, stall=math.inf)
+    scheduler = Scheduler(decoder, max_active=max_active, stall=math.inf)
     started = time.perf_counter()
-    engine.add(*requests)
-    engine.run()
+    scheduler.add(*requests)
+    scheduler.run()
     for error in (request.error for request in requests if request.error):
         raise error
     stats = BatchStats(
         prompt_tokens=sum(result.prompt_tokens for result in results),
-        prompt_time=engine.prefill_seconds,
+        prompt_time=scheduler.prefill_seconds,
         generation_tokens=sum(len(result.tokens) for result in results),
-        generation_steps=engine.steps,
+        generation_steps=scheduler.steps,
         wall_time=time.perf_counter() - started,
         peak_memory=max((result.peak_memory for result in results), default=0.0),
     )

@@ -1,6 +1,6 @@
 """``mlxspec generate --prompts``: answers a file of prompts, several at a time.
 
-A line is ``{"prompt": …}`` or ``{"messages": …}``, and may also have options. An :class:`Engine`
+A line is ``{"prompt": …}`` or ``{"messages": …}``, and may also have options. A :class:`Scheduler`
 runs up to ``--concurrency`` lines at once, and each result becomes a line of JSON. Results are
 written in the order of the file. If a prompt cannot be answered, its result gives the reason. Lines
 are read as they are needed, so a file may be larger than memory.
@@ -23,10 +23,10 @@ from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 from ..engine.params import SamplingParams
 from ..errors import MlxspecError, OptionError, PromptError, printable
 from ..generation.decoder import Decoder
-from ..generation.engine import Engine
 from ..generation.options import checked_max_tokens
 from ..generation.request import Request
 from ..generation.response import GenerationResult
+from ..generation.scheduler import Scheduler
 from ..jsonl import conversation_of, json_lines
 from ..process import INTERRUPTED
 from .common.generation import GenerationSettings
@@ -159,7 +159,7 @@ class PromptAnswers:
         self.failed = self._begun = self._written = 0
         self.figures = Figures()
         # Nobody reads the answers as they grow, so they may wait while other prompts run.
-        self._engine = Engine(self.decoder, max_active=self.concurrency, stall=math.inf)
+        self._engine = Scheduler(self.decoder, max_active=self.concurrency, stall=math.inf)
         self._ready: dict[int, str] = {}  # results that wait for earlier ones, by their index
 
     def panel(self, interrupted: bool) -> Panel:

@@ -1,4 +1,4 @@
-"""A thread that runs engines for asyncio tasks, and ``astream``, which uses such a thread."""
+"""A thread that runs schedulers for asyncio tasks, and ``astream``, which uses such a thread."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
 from ..errors import OptionError
-from .engine import Engine
 from .options import GenerationOptions
 from .request import Request
 from .response import GenerationResponse
+from .scheduler import Scheduler
 
 if TYPE_CHECKING:
     from .decoder import Decoder
@@ -43,7 +43,7 @@ class RequestStream:
 
 
 class EngineThread:
-    """A thread that runs engines, which take turns.
+    """A thread that runs schedulers, which take turns.
 
     Other threads communicate with it in only two ways: :meth:`call` puts a command into a queue,
     and after each turn the thread delivers sent items to the event loops that wait for them. The
@@ -51,15 +51,15 @@ class EngineThread:
 
     Args:
         name: the thread's name.
-        stall: as for an :class:`Engine`, but for all engines together.
+        stall: as for a :class:`Scheduler`, but for all schedulers together.
 
     Attributes:
-        engines: the engines, by keys of any kind; changed only in the thread.
+        schedulers: the schedulers, by keys of any kind; changed only in the thread.
         ending: the error for further commands, once the thread is ending or has failed.
     """
 
     def __init__(self, name: str, stall: float = 0.15) -> None:
-        self.engines: dict[Hashable, Engine] = {}
+        self.schedulers: dict[Hashable, Scheduler] = {}
         self.ending: Exception | None = None
         self.stall = stall
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -90,14 +90,14 @@ class EngineThread:
         return result
 
     def call_engine(self, key: Hashable, method: Callable[..., object], *args: Any) -> None:
-        """Call a method of an engine between two turns, if the engine still exists then."""
+        """Call a method of a scheduler between two turns, if the scheduler still exists then."""
 
         def call() -> None:
-            if engine := self.engines.get(key):
+            if scheduler := self.schedulers.get(key):
                 try:
-                    method(engine, *args)
+                    method(scheduler, *args)
                 except Exception:  # no caller waits for the result
-                    _log.exception("a call queued for an engine has failed")
+                    _log.exception("a call queued for a scheduler has failed")
 
         with suppress(Exception):  # the thread is ending
             self.call(call)
@@ -131,8 +131,8 @@ class EngineThread:
         finally:
             self.end(RuntimeError("the thread that runs the models has failed"))
             self._obey()  # the commands that were queued before
-            for engine in [*self.engines.values()]:
-                engine.close(self.ending)
+            for scheduler in [*self.schedulers.values()]:
+                scheduler.close(self.ending)
             self.deliver()
 
     def _obey(self) -> None:
@@ -142,17 +142,17 @@ class EngineThread:
             self._commands.get()()
 
     def _turn(self) -> bool:
-        """Run a turn of each engine that has requests; return whether any request took part."""
+        """Run a turn of each scheduler that has requests; return whether any request took part."""
         if self.ending:
             return False
-        engines = [engine for engine in self.engines.values() if engine.has_requests]
+        schedulers = [scheduler for scheduler in self.schedulers.values() if scheduler.has_requests]
         busy = False
-        for engine in engines:
-            engine.stall = self.stall / len(engines)
+        for scheduler in schedulers:
+            scheduler.stall = self.stall / len(schedulers)
             try:
-                busy |= engine.turn(hurried=len(engines) > 1)
+                busy |= scheduler.turn(hurried=len(schedulers) > 1)
             except Exception as error:  # from the model: all its generations end
-                engine.close(error)
+                scheduler.close(error)
         self.deliver()
         return busy
 
@@ -219,19 +219,19 @@ async def astream(
             send(error)
             return
         request.at_end = end
-        if decoder not in _thread.engines:
-            _thread.engines[decoder] = Engine(decoder, max_unread=_AHEAD)
-        _thread.engines[decoder].add(request)
+        if decoder not in _thread.schedulers:
+            _thread.schedulers[decoder] = Scheduler(decoder, max_unread=_AHEAD)
+        _thread.schedulers[decoder].add(request)
 
     def end() -> None:
         assert request
         send(request.error)
-        if not _thread.engines[decoder].has_requests:
-            del _thread.engines[decoder]  # so that it does not keep the decoder alive
+        if not _thread.schedulers[decoder].has_requests:
+            del _thread.schedulers[decoder]  # so that it does not keep the decoder alive
 
     def cancel() -> None:
         if request and not request.done:
-            _thread.engines[decoder].cancel(request)
+            _thread.schedulers[decoder].cancel(request)
 
     _thread.call(begin)
     ended = False
@@ -245,7 +245,7 @@ async def astream(
                         raise response
                     return
                 yield response
-            _thread.call_engine(decoder, Engine.has_read, request, len(batch))
+            _thread.call_engine(decoder, Scheduler.has_read, request, len(batch))
     finally:
         if not ended:
             _thread.call(cancel)

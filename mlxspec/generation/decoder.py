@@ -34,10 +34,10 @@ from ..models.tokenizer import VocabularyClasses, detokenizer_of
 from ..terminal import TokenPrinter
 from .asynchronous import astream
 from .drafting import Auto, Drafting, Lookahead, PromptLookup, drafter_maker
-from .engine import responses
 from .options import DraftingParameters, GenerationOptions, Prompt, prompt_ids
 from .request import Request
 from .response import GenerationResponse, GenerationResult
+from .scheduler import responses
 
 if TYPE_CHECKING:
     from typing import Self
@@ -275,12 +275,12 @@ class Decoder:
         drafting: Drafting | None = None,
         receive: Callable[[GenerationResponse], object] = lambda response: None,
     ) -> Request:
-        """Make a request that has not started, for :func:`.engine.responses` or an engine.
+        """Make a request that has not started, for :func:`.engine.responses` or a scheduler.
 
         Args:
             prompt, max_tokens, options: as for :meth:`stream`.
             drafting: the kind of drafting, instead of the decoder's.
-            receive: an engine calls it with each response.
+            receive: a scheduler calls it with each response.
 
         Raises:
             PromptError, OptionError, FileError, TypeError: as :meth:`stream`.

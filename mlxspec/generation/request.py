@@ -130,7 +130,7 @@ class Request:
     """One generation, from the queue to its last response.
 
     :meth:`mlxspec.Decoder.new_request` makes requests. A request runs alone in
-    :func:`.engine.responses`, or with others in an :class:`.engine.Engine`.
+    :func:`.engine.responses`, or with others in an :class:`.engine.Scheduler`.
 
     Args:
         decoder: the model and its tokenizer.
@@ -159,8 +159,8 @@ class Request:
         stats: figures of the steps so far.
         n_cached: how many of the prompt's tokens were in a cache.
         prefilled: how many of the prompt's tokens have run or were in a cache.
-        due: the engine's number of prompt tokens at which the prompt should have run.
-        unread: how many responses the consumer has not read yet, if an engine counts them.
+        due: the scheduler's number of prompt tokens at which the prompt should have run.
+        unread: how many responses the consumer has not read yet, if a scheduler counts them.
         output: the output's text, set by :meth:`start`.
         sequence: the decoding state, set from :meth:`start` to :meth:`close`.
         prefill: the remaining chunks of the prompt, once the first has run.
@@ -286,7 +286,7 @@ class Request:
             self.report_progress(done, total)
 
     def on_step(self, step: VerifiedStep, seconds: float, cost: float) -> None:
-        """Record a step; an engine calls this after each step, before the step's responses.
+        """Record a step; a scheduler calls this after each step, before the step's responses.
 
         Args:
             step: this request's part of the step.

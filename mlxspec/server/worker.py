@@ -16,10 +16,10 @@ from ..drafting.accept import VerifiedStep
 from ..errors import MlxspecError
 from ..generation.asynchronous import EngineThread, RequestStream
 from ..generation.decoder import Decoder
-from ..generation.engine import LEAST_UNREAD, Engine
 from ..generation.options import GenerationOptions
 from ..generation.request import Request, State
 from ..generation.response import GenerationResponse
+from ..generation.scheduler import LEAST_UNREAD, Scheduler
 from ..generation.session import Session
 from .body import ApiError, shown
 from .memory_budget import ServerMemory, in_words
@@ -279,7 +279,7 @@ class EventStream(RequestStream):
                     left -= 1
                 read[request] += sum(isinstance(one, Piece) for one in batch)
                 if read[request] >= LEAST_UNREAD:  # each message takes the worker's time
-                    self._call(request, Engine.has_read, read.pop(request))
+                    self._call(request, Scheduler.has_read, read.pop(request))
         finally:
             self.close()
 
@@ -287,13 +287,13 @@ class EventStream(RequestStream):
         """End each generation whose choice needs no more tokens, as if the model had ended it."""
         for request in self.requests:
             if request.state in (State.DECODE, State.PAUSED) and finished(request.index):
-                self._call(request, Engine.cancel)
+                self._call(request, Scheduler.cancel)
 
     def close(self) -> None:
         """Cancel all generations that have not ended."""
         for request in self.requests:
             if not request.done:
-                self._call(request, Engine.cancel, ApiError("cancelled", status=499))
+                self._call(request, Scheduler.cancel, ApiError("cancelled", status=499))
 
     def _call(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:
         self.worker.call_engine(request.served.name, method, request, *args)
@@ -304,7 +304,7 @@ class EventStream(RequestStream):
 _MOST_UNREAD = 64  # tokens that a client may leave unread before its generation pauses
 
 
-class ModelQueue(Engine):
+class ModelQueue(Scheduler):
     """Runs the requests to one model; used only in the worker's thread.
 
     Args:
@@ -391,7 +391,7 @@ class Worker(EngineThread):
     @property
     def models(self) -> dict[str, ServedModel]:
         """The models that are ready, by name."""
-        queues = cast(dict[str, ModelQueue], self.engines.copy())
+        queues = cast(dict[str, ModelQueue], self.schedulers.copy())
         return {name: queue.served for name, queue in queues.items()}
 
     def stop(self) -> None:
@@ -436,7 +436,7 @@ class Worker(EngineThread):
         self.check_queue(served, len(requests))
         stream = EventStream(self, requests)
         self.requests += requests
-        self.call(self.engines[served.name].add, *requests)
+        self.call(self.schedulers[served.name].add, *requests)
         return stream
 
     # --- in the thread ---
@@ -464,11 +464,11 @@ class Worker(EngineThread):
                 param="model",
                 code="out_of_memory",
             )
-        self.engines[served.name] = ModelQueue(served, self)
+        self.schedulers[served.name] = ModelQueue(served, self)
 
     def leave(self, served: ServedModel) -> None:
         """Stop answering requests to a model."""
-        self.engines.pop(served.name).close()
+        self.schedulers.pop(served.name).close()
         self.memory.remove(served)
         self._first = None  # a reference would keep the model in memory
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from mlxspec.cli.serve import end_record, request_log
-from mlxspec.generation.engine import Engine
+from mlxspec.generation.scheduler import Scheduler
 from mlxspec.server.body import ApiError
 from tests.support.brake import braked, wait_until
 from tests.support.serving import Running, running_server
@@ -31,7 +31,7 @@ def outcomes(capsys: pytest.CaptureFixture[str], *ends: tuple[int, ApiError]) ->
                 wait_until(lambda: len(server.worker.requests) == 2)
                 requests = server.worker.requests.copy()
                 for index, error in ends:
-                    server.worker.call_engine("small", Engine.cancel, requests[index], error)
+                    server.worker.call_engine("small", Scheduler.cancel, requests[index], error)
             asked.result()
         wait_until(lambda: not server.worker.requests)
         logging.close()

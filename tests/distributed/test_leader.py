@@ -23,8 +23,8 @@ from mlxspec.engine.params import CacheOptions
 from mlxspec.engine.target import Target
 from mlxspec.errors import OptionError
 from mlxspec.generation.decoder import Decoder
-from mlxspec.generation.engine import Engine
 from mlxspec.generation.request import Request
+from mlxspec.generation.scheduler import Scheduler
 from mlxspec.server.prefix_cache import PrefixCache
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
@@ -122,7 +122,7 @@ class Echo:
         return self.tokens.popleft()
 
 
-class Checked(Engine):
+class Checked(Scheduler):
     """A leader whose caches are compared with the follower's after each turn."""
 
     def __init__(self, decoder: Decoder, echo: Echo, cache: PrefixCache) -> None:
@@ -185,7 +185,7 @@ def test_a_follower_has_the_leaders_caches_after_each_turn(
     assert not echo.follower.known
 
 
-def run(engine: Engine, decoder: Decoder, cache: PrefixCache, options: Any) -> None:
+def run(engine: Scheduler, decoder: Decoder, cache: PrefixCache, options: Any) -> None:
     """Run requests that share forwards and prefixes; cancel some; continue one in the last."""
     pick = random.Random(5)
     system, ended = [pick.randrange(64) for _ in range(70)], list[list[int]]()

@@ -21,8 +21,8 @@ import mlxspec
 from mlxspec import AutoDecoder, Decoder, DraftTree, PromptLookupDecoder, Session
 from mlxspec.drafting.drafter import NoDraft
 from mlxspec.generation import asynchronous
-from mlxspec.generation.engine import Engine
 from mlxspec.generation.request import Request, State
+from mlxspec.generation.scheduler import Scheduler
 from tests.support.demo import FLAT, demo, given_costs, stand_in_decoder
 from tests.support.drop_in import REPEAT
 
@@ -68,7 +68,7 @@ def test_the_responses_are_those_of_stream(decoder: Decoder) -> None:
 def test_several_at_once_share_steps_and_write_what_each_writes_alone(decoder: Decoder) -> None:
     together: list[int] = []
 
-    class Watching(asynchronous.Engine):
+    class Watching(asynchronous.Scheduler):
         def _step(self, requests: list[Any]) -> Any:
             together.append(len(requests))
             return super()._step(requests)
@@ -77,7 +77,7 @@ def test_several_at_once_share_steps_and_write_what_each_writes_alone(decoder: D
         return await asyncio.gather(*(collected(decoder, prompt) for prompt in PROMPTS))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asynchronous, "Engine", Watching)
+        patch.setattr(asynchronous, "Scheduler", Watching)
         assert asyncio.run(main()) == [written(decoder, prompt) for prompt in PROMPTS]
     assert max(together) == len(PROMPTS)
 
@@ -139,8 +139,8 @@ def test_the_event_loop_goes_on_meanwhile(decoder: Decoder) -> None:
 
 def running(decoder: Decoder) -> list[Request]:
     """Return the decoder's unfinished requests."""
-    engines = [one for one in gc.get_objects() if type(one) is Engine]
-    return [one for engine in engines for one in engine._running if one.decoder is decoder]
+    schedulers = [one for one in gc.get_objects() if type(one) is Scheduler]
+    return [one for each in schedulers for one in each._running if one.decoder is decoder]
 
 
 @pytest.mark.parametrize("how", ["aclose", "aclosing", "cancel"])
@@ -303,7 +303,7 @@ def test_a_fault_of_the_model_reaches_all_and_ends_none_of_the_later_ones(
         return await asyncio.gather(*both, return_exceptions=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr(asynchronous.Engine, "turn", fail)
+        patch.setattr(asynchronous.Scheduler, "turn", fail)
         assert [type(error) for error in asyncio.run(main())] == [MemoryError] * 2
     assert asyncio.run(collected(decoder, REPEAT)) == written(decoder, REPEAT)
 
@@ -341,9 +341,9 @@ def test_the_thread_keeps_no_decoder() -> None:
 PROGRAM = """
 import asyncio, sys
 import mlxspec
-from mlxspec.generation import engine
+from mlxspec.generation import thread_end
 
-engine._PATIENCE = 3600  # so that a thread that only waits for commands is not waited for
+thread_end._PATIENCE = 3600  # so that a thread that only waits for commands is not waited for
 
 async def main():
     decoder = mlxspec.PromptLookupDecoder("demo")

@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 import mlxspec
-from mlxspec.generation.engine import Engine
+from mlxspec.generation.scheduler import Scheduler
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
 from tests.support.engines import submit
@@ -64,7 +64,7 @@ def by_mlx_lm(decoder: mlxspec.Decoder, prompt: list[int], **options: Any) -> mx
 def test_a_prompt_that_others_cut_gives_what_mlx_lm_gives(case: str) -> None:
     name, options = CASES[case]
     decoder = decoder_of(name)
-    engine, responses = Engine(decoder), []
+    engine, responses = Scheduler(decoder), []
     sizes = iter([5, 1, 16, 9, 3] * 20)
     engine._chunk = lambda: next(sizes)
     submit(engine, PROMPT, responses.append, 6, **options)
@@ -87,7 +87,7 @@ def test_a_sessions_first_prompt_gives_what_mlx_lm_gives(case: str) -> None:
 def test_short_prompts_of_a_model_whose_rows_change_each_other_run_by_themselves() -> None:
     decoder = decoder_of("phi3small")
     prompts = [PROMPT[:9], PROMPT[4:25], PROMPT[:14]]
-    engine, found = Engine(decoder), [[] for _ in prompts]
+    engine, found = Scheduler(decoder), [[] for _ in prompts]
     for prompt, responses in zip(prompts, found, strict=True):
         submit(engine, prompt, responses.append, 6)
     engine.run()

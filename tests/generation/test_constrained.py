@@ -26,7 +26,7 @@ from mlxspec.engine.capability import Capability
 from mlxspec.engine.compiling import compile_in_subprocess
 from mlxspec.engine.grammar import Vocabulary
 from mlxspec.engine.sampling import Chooser
-from mlxspec.generation.engine import Engine
+from mlxspec.generation.scheduler import Scheduler
 from tests.support.demo import FLAT, AnyDecoder, demo, demo_decoder, given_costs
 from tests.support.drafters import HostileDrafter
 from tests.support.engines import submit
@@ -203,7 +203,7 @@ def test_a_prediction_with_a_token_that_the_model_lacks_changes_nothing(together
     prediction = [
         t for one in expected for t in (one.token, demo().loaded.vocab_size + 3, one.token)
     ]
-    engine = Engine(auto)
+    engine = Scheduler(auto)
     outputs: list[list[GenerationResponse]] = [[] for _ in range(1 + together)]
     for responses in outputs:
         submit(
@@ -224,7 +224,7 @@ def test_joint_steps_change_nothing() -> None:
     plain, auto = demo_decoder(mlxspec.Decoder), decoders(demo_decoder)["auto"][0]
     source = random.Random(3)
     for round_ in range(examples(1, long=16)):
-        engine = Engine(auto)
+        engine = Scheduler(auto)
         asked: list[tuple[str, dict[str, Any], list[GenerationResponse]]] = []
         for number in range(4):
             schema = None if number == 2 else random_object(source)

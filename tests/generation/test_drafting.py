@@ -8,7 +8,7 @@ import mlxspec
 from mlxspec import GenerationResponse, OptionError
 from mlxspec.drafting.drafter import NoDraft
 from mlxspec.generation.drafting import Auto, Drafting, Lookahead, PromptLookup
-from mlxspec.generation.engine import Engine
+from mlxspec.generation.scheduler import Scheduler
 from tests.support.demo import stand_in, stand_in_decoder
 from tests.support.engines import submit
 
@@ -48,7 +48,7 @@ def test_generations_at_once_have_a_drafter_each() -> None:
     prompts = [PROMPT, PROMPT.upper()]
     plain = [[*stand_in().stream(prompt, 24)] for prompt in prompts]
     outputs: list[list[GenerationResponse]] = [[], []]
-    engine = Engine(decoder)
+    engine = Scheduler(decoder)
     for prompt, output in zip(prompts, outputs, strict=True):
         submit(engine, prompt, output.append, 24, n_draft=3)
     engine.run()

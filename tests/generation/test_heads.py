@@ -21,7 +21,7 @@ from mlxspec.drafting.heads import HeadExperience
 from mlxspec.engine.heads import HeadDrafts, TrainedHead
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.generation.drafting import Auto
-from mlxspec.generation.engine import Engine
+from mlxspec.generation.scheduler import Scheduler
 from mlxspec.server.prefix_cache import PrefixCache
 from tests.generation.test_session import next_prompt, turns
 from tests.support import heads
@@ -115,7 +115,7 @@ def assert_same(kind: str, right: float | None, temp: float, count: int, texts: 
     own = [prompt * 3 if texts else prompt for prompt in prompts(count)]
     expected = [[r.token for r in plain.stream(prompt, TOKENS, **options)] for prompt in own]
     trained.contexts = [a + b for a, b in zip(own, expected, strict=True)]
-    engine = Engine(decoder_of(trained), stall=float("inf"))
+    engine = Scheduler(decoder_of(trained), stall=float("inf"))
     found: list[list[mlxspec.GenerationResponse]] = [[] for _ in own]
     for prompt, responses in zip(own, found, strict=True):
         submit(engine, prompt, responses.append, TOKENS, **options)
@@ -155,7 +155,7 @@ def test_schedules(number: int) -> None:
     kind = pick.choice([*KINDS])
     trained = Instructed(kind, pick.choice([*RIGHT.values()]))
     plain = mlxspec.Decoder(target(kind), endless_tokenizer())
-    engine = Engine(decoder_of(trained), stall=float("inf"))
+    engine = Scheduler(decoder_of(trained), stall=float("inf"))
     runs = []
     for _ in range(pick.randint(1, 8)):
         prompt = [pick.randrange(64) for _ in range(pick.randint(1, 30))] * pick.randint(1, 3)

@@ -11,7 +11,7 @@ import pytest
 import mlxspec
 from mlxspec.bench.prompts import bundled_prompts
 from mlxspec.engine.sampling import SamplingParams
-from mlxspec.generation.engine import Engine
+from mlxspec.generation.scheduler import Scheduler
 from tests.support.demo import FLAT, demo, endless_tokenizer, given_costs
 from tests.support.engines import submit
 from tests.support.examples import LONG
@@ -55,7 +55,7 @@ def assert_equal_to_those_alone(
     drafted = 0
     for count in COUNTS:
         for seed in SEEDS:
-            engine = Engine(decoder, stall=float("inf"))
+            engine = Scheduler(decoder, stall=float("inf"))
             found: list[list[mlxspec.GenerationResponse]] = [[] for _ in range(count)]
             for number, responses in enumerate(found):
                 own = prompts[number % len(prompts)]

@@ -16,8 +16,8 @@ from mlxspec.drafting.planner import JointPlan, Planner, Policy
 from mlxspec.drafting.suffix_source import SuffixSource
 from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine import step
-from mlxspec.generation.engine import Engine
 from mlxspec.generation.request import Request
+from mlxspec.generation.scheduler import Scheduler
 from tests.support.demo import FLAT, GivenCosts, given_costs, stand_in_decoder
 from tests.support.engines import submit
 
@@ -106,7 +106,7 @@ def test_a_generation_goes_on_alone(
 def test_generations_go_on_together(
     place: Any, name: str, after: int, monkeypatch: pytest.MonkeyPatch, planning_faults: list[str]
 ) -> None:
-    engine = Engine(new_decoder())
+    engine = Scheduler(new_decoder())
     breaks(monkeypatch, place, name, after)
     found: list[list[int]] = [[] for _ in PROMPTS]
 

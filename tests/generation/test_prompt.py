@@ -12,8 +12,8 @@ import pytest
 
 import mlxspec
 from mlxspec import OptionError, PromptError
-from mlxspec.generation.engine import Engine
 from mlxspec.generation.options import prompt_ids
+from mlxspec.generation.scheduler import Scheduler
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import FLAT, demo, given_costs, stand_in, stand_in_decoder
 from tests.support.drafters import drafted
@@ -151,7 +151,7 @@ Answer = list[int]
 
 def _scheduled(decoder: mlxspec.AutoDecoder, prompt: Any, options: Mapping[str, Any]) -> Answer:
     tokens: Answer = []
-    engine = Engine(decoder)
+    engine = Scheduler(decoder)
     submit(engine, prompt, lambda response: tokens.append(response.token), 6, **options)
     engine.run()
     return tokens

@@ -35,7 +35,7 @@ def test_a_process_ends_well_right_after_a_thread_has_generated(joined: str) -> 
 ENDLESS = """
 import asyncio, sys, threading
 import mlxspec
-from mlxspec.generation.engine import Engine
+from mlxspec.generation.scheduler import Scheduler
 from tests.support.engines import submit
 
 way, end = sys.argv[1:]
@@ -59,7 +59,7 @@ def processed():
     batch(logits_processors=[lambda tokens, logits: logits])
 
 def joint():
-    engine = Engine(decoder)
+    engine = Scheduler(decoder)
     for _ in range(3):
         submit(engine, prompt, lambda response: begun.set(), 200)
     engine.run()

@@ -22,7 +22,7 @@ import mlxspec
 from mlxspec.engine.caches import held_arrays
 from mlxspec.engine.params import CacheOptions
 from mlxspec.generation import request as generation
-from mlxspec.generation.engine import Engine
+from mlxspec.generation.scheduler import Scheduler
 from mlxspec.server.prefix_cache import PrefixCache
 from tests.support.architectures import ARCHITECTURES
 from tests.support.architectures import KINDS_OF_CACHES as KINDS
@@ -96,7 +96,7 @@ class Requests:
         self.decoder = decoder_of(kind) if isinstance(kind, str) else kind
         caches, chunks_matter = CacheOptions(**options), self.decoder.loaded.chunks_matter
         self.cache = PrefixCache(self.decoder.model, max_bytes, caches, chunks_matter)
-        self.engine = Engine(self.decoder)
+        self.engine = Scheduler(self.decoder)
         self.options = options
         self.running: list[Request] = []
 

@@ -11,8 +11,8 @@ from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.drafter import Drafter
 from mlxspec.drafting.tree import DraftTree
 from mlxspec.generation.drafting import Drafting
-from mlxspec.generation.engine import responses
 from mlxspec.generation.response import GenerationResponse
+from mlxspec.generation.scheduler import responses
 
 
 def drafted(

@@ -1,4 +1,4 @@
-"""Submit requests to an engine."""
+"""Submit requests to a scheduler."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 from mlxspec import GenerationResponse
 from mlxspec.generation.drafting import Drafting
-from mlxspec.generation.engine import Engine
 from mlxspec.generation.options import Prompt
 from mlxspec.generation.request import Request
+from mlxspec.generation.scheduler import Scheduler
 
 
 def submit(
-    engine: Engine,
+    scheduler: Scheduler,
     prompt: Prompt,
     receive: Callable[[GenerationResponse], object],
     max_tokens: int = 250,
     drafting: Drafting | None = None,
     **options: Any,
 ) -> Request:
-    """Add a new request to an engine; return it."""
-    new_request = engine._decoder.new_request
+    """Add a new request to a scheduler; return it."""
+    new_request = scheduler._decoder.new_request
     request = new_request(prompt, max_tokens, options, drafting, receive)  # type: ignore[arg-type]
-    engine.add(request)
+    scheduler.add(request)
     return request

@@ -346,7 +346,7 @@ class GenerationSettings:
         self, decoder: Decoder, tokens: Sequence[int], **more: Any
     ) -> Generator[GenerationResponse, None, None]:
         """Generate one output; the arguments and errors are the same as for :meth:`request`."""
-        from ...generation.engine import responses
+        from ...generation.scheduler import responses
 
         request, as_shown = self.request(decoder, tokens, **more)
         with closing(responses(request)) as generated:

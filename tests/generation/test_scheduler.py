@@ -18,10 +18,10 @@ from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine.joint import JointMode
 from mlxspec.engine.target import Target
 from mlxspec.errors import OptionError, PromptError
-from mlxspec.generation import engine as engines
+from mlxspec.generation import scheduler as schedulers
 from mlxspec.generation.drafting import Drafting
-from mlxspec.generation.engine import Engine
 from mlxspec.generation.request import Request, State
+from mlxspec.generation.scheduler import Scheduler
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT, endless_tokenizer, given_costs, stand_in_decoder
 from tests.support.engines import submit
@@ -78,13 +78,13 @@ def test_each_generation_writes_what_it_writes_alone() -> None:
     stop = text[len(text) // 2 :][:4]
     options: list[dict[str, Any]] = [{}, {"temp": 0.8, "seed": 4}, {"stop": [stop]}, {}]
     expected = [alone(decoder, p, 24, **own) for p, own in zip(PROMPTS, options, strict=True)]
-    engine = Engine(new_decoder(), max_active=3)
+    scheduler = Scheduler(new_decoder(), max_active=3)
     found = [Collected() for _ in PROMPTS]
     requests = [
-        submit(engine, prompt, collected.add, 24, **own)
+        submit(scheduler, prompt, collected.add, 24, **own)
         for prompt, collected, own in zip(PROMPTS, found, options, strict=True)
     ]
-    engine.run()
+    scheduler.run()
     assert [collected.tokens for collected in found] == expected
     assert all(request.done and request.error is None for request in requests)
     assert all(collected.reason for collected in found)
@@ -98,11 +98,11 @@ def test_models_of_every_mode_can_be_scheduled(kind: str) -> None:
     assert decoder.loaded.joint_mode is KINDS[kind]
     prompts = [[7, 3, 9, 3], [5], [(7 * i) % 64 for i in range(40)]]
     expected = [alone(decoder, prompt, 12) for prompt in prompts]
-    engine = Engine(decoder)
+    scheduler = Scheduler(decoder)
     found = [Collected() for _ in prompts]
     for prompt, collected in zip(prompts, found, strict=True):
-        submit(engine, prompt, collected.add, 12)
-    engine.run()
+        submit(scheduler, prompt, collected.add, 12)
+    scheduler.run()
     assert [collected.tokens for collected in found] == expected
 
 
@@ -121,10 +121,10 @@ def test_short_prompts_share_a_forward_where_the_model_allows(
         run_chunk(target, tokens, *args)
 
     monkeypatch.setattr(Target, "_prefill_chunk", counted)
-    engine, found, done = Engine(decoder), [Collected() for _ in prompts], []
+    scheduler, found, done = Scheduler(decoder), [Collected() for _ in prompts], []
     for prompt, collected in zip(prompts, found, strict=True):
-        submit(engine, prompt, collected.add, 12, on_progress=lambda *pair: done.append(pair))
-    engine.run()
+        submit(scheduler, prompt, collected.add, 12, on_progress=lambda *pair: done.append(pair))
+    scheduler.run()
     assert [collected.tokens for collected in found] == expected
     assert chunks == ([4, 8, 12, 16] if KINDS[kind] is JointMode.ALONE else [])
     assert {(length, length) for length in (4, 8, 12, 16)} <= {*done}
@@ -134,14 +134,14 @@ def test_prompts_that_are_long_together_run_one_after_the_other() -> None:
     decoder = small_decoder()
     prompts = [[(7 * i + n) % 64 for i in range(120)] for n in range(3)]
     expected = [alone(decoder, prompt, 4) for prompt in prompts]
-    engine, found = Engine(decoder), [Collected() for _ in prompts]
+    scheduler, found = Scheduler(decoder), [Collected() for _ in prompts]
     for prompt, collected in zip(prompts, found, strict=True):
-        submit(engine, prompt, collected.add, 4)
-    with engine.running():
-        engine.start_waiting()
-        first = engine._short_ones(engine._running)
+        submit(scheduler, prompt, collected.add, 4)
+    with scheduler.running():
+        scheduler.start_waiting()
+        first = scheduler._short_ones(scheduler._running)
         assert [request.prompt for request in first] == prompts[:2]
-        while engine.turn():
+        while scheduler.turn():
             pass
     assert [collected.tokens for collected in found] == expected
 
@@ -195,7 +195,7 @@ def test_a_fault_ends_the_generation_that_has_it_and_no_other(fault: str) -> Non
             if fault == "consumer" and len(self.tokens) == 3:
                 raise RuntimeError("a consumer's fault")
 
-    engine = Engine(decoder)
+    scheduler = Scheduler(decoder)
     found = [Collected(), Consumer(), Collected()]
     requests: list[Request] = []
     for index, (prompt, collected) in enumerate(zip(prompts, found, strict=True)):
@@ -204,8 +204,8 @@ def test_a_fault_ends_the_generation_that_has_it_and_no_other(fault: str) -> Non
             own = {"logits_processors": [failing_processor]}
         if fault == "progress" and index == 1:
             own = {"on_progress": failing_progress}
-        requests.append(submit(engine, prompt, collected.add, 12, **own))
-    engine.run()
+        requests.append(submit(scheduler, prompt, collected.add, 12, **own))
+    scheduler.run()
     assert [one.error and str(one.error) for one in requests] == [
         None,
         f"a {fault}'s fault",
@@ -227,13 +227,13 @@ def test_a_fault_of_a_drafter_that_is_planned_with_others_is_its_own() -> None:
         sources = [DrafterSource(extra)]
         return Planner(given_costs(FLAT), sources)
 
-    engine = Engine(new_decoder())
+    scheduler = Scheduler(new_decoder())
     found = [Collected() for _ in expected]
     requests = [
-        submit(engine, prompt, collected.add, 12, Drafting(maker=planner))
+        submit(scheduler, prompt, collected.add, 12, Drafting(maker=planner))
         for prompt, collected in zip(PROMPTS, found, strict=False)
     ]
-    engine.run()
+    scheduler.run()
     assert [one.error and str(one.error) for one in requests] == [
         None,
         "a drafter's fault",
@@ -244,37 +244,37 @@ def test_a_fault_of_a_drafter_that_is_planned_with_others_is_its_own() -> None:
 
 def test_a_long_context_leaves_no_wide_slots_to_those_that_stay() -> None:
     decoder = small_decoder()
-    engine = Engine(decoder, max_active=8)
+    scheduler = Scheduler(decoder, max_active=8)
     stays, prompt = Collected(), [5, 8, 1]
     expected = alone(decoder, prompt, 40)
-    submit(engine, prompt, stays.add, 40)
+    submit(scheduler, prompt, stays.add, 40)
     for number in range(6):
-        submit(engine, [(number + 7 * i) % 64 for i in range(1200)], lambda response: None, 3)
+        submit(scheduler, [(number + 7 * i) % 64 for i in range(1200)], lambda response: None, 3)
     while len(stays.tokens) < 30:
-        engine.turn()
-    (slots, *_) = engine._batch._joint._slots  # type: ignore[union-attr]
+        scheduler.turn()
+    (slots, *_) = scheduler._batch._joint._slots  # type: ignore[union-attr]
     assert slots.capacity < 5000
-    engine.run()
+    scheduler.run()
     assert stays.tokens == expected
 
 
 def test_a_cancelled_generation_writes_nothing_more() -> None:
     decoder = small_decoder()
     expected = alone(decoder, [5, 8, 1], 20)
-    engine = Engine(decoder, max_active=2)
+    scheduler = Scheduler(decoder, max_active=2)
     first, second, never = Collected(), Collected(), Collected()
     requests = [
-        submit(engine, [7, 3, 9], first.add, 20),
-        submit(engine, [5, 8, 1], second.add, 20),
-        submit(engine, [4, 4], never.add, 20),
+        submit(scheduler, [7, 3, 9], first.add, 20),
+        submit(scheduler, [5, 8, 1], second.add, 20),
+        submit(scheduler, [4, 4], never.add, 20),
     ]
     while len(first.tokens) < 5:
-        engine.turn()
+        scheduler.turn()
     written = len(first.tokens)
-    engine.cancel(requests[0])
-    engine.cancel(requests[2])
-    engine.cancel(requests[2])
-    engine.run()
+    scheduler.cancel(requests[0])
+    scheduler.cancel(requests[2])
+    scheduler.cancel(requests[2])
+    scheduler.run()
     assert len(first.tokens) == written
     assert (second.tokens, never.tokens) == (expected, [])
     assert all(request.done for request in requests)
@@ -282,98 +282,98 @@ def test_a_cancelled_generation_writes_nothing_more() -> None:
 
 def test_running_generations_go_on_while_a_long_prompt_is_run() -> None:
     decoder = small_decoder()
-    engine = Engine(decoder, stall=1e-6)  # chunks of 16 tokens
+    scheduler = Scheduler(decoder, stall=1e-6)  # chunks of 16 tokens
     running, late = Collected(), Collected()
-    submit(engine, [7, 3, 9], running.add, 60)
+    submit(scheduler, [7, 3, 9], running.add, 60)
     while not running.tokens:
-        engine.turn()
+        scheduler.turn()
     before = len(running.tokens)
-    submit(engine, [(7 * i) % 64 for i in range(200)], late.add, 4)
+    submit(scheduler, [(7 * i) % 64 for i in range(200)], late.add, 4)
     while not late.tokens:
-        engine.turn()
+        scheduler.turn()
     assert len(running.tokens) - before >= 200 // 16 - 1
-    engine.run()
+    scheduler.run()
     assert len(running.tokens) == 60
 
 
 def test_short_prompts_overtake_long_ones_that_are_due_later() -> None:
-    engine = Engine(small_decoder(), stall=1e-6)
+    scheduler = Scheduler(small_decoder(), stall=1e-6)
     order: list[str] = []
 
     def submit_one(name: str, tokens: int) -> None:
         prompt = [(7 * i + len(name)) % 64 for i in range(tokens)]
-        submit(engine, prompt, lambda response: order.append(name), 1)
+        submit(scheduler, prompt, lambda response: order.append(name), 1)
 
     submit_one("running", 2)
     submit_one("long", 1200)
     submit_one("shorter", 600)
-    engine.turn()
-    engine.turn()
+    scheduler.turn()
+    scheduler.turn()
     submit_one("short", 300)
     while len(order) < 3:
-        engine.turn()
+        scheduler.turn()
     submit_one("too late", 1000)
-    engine.run()
+    scheduler.run()
     assert order == ["running", "short", "shorter", "long", "too late"]
 
 
 def test_running_generations_wait_for_a_prompt_no_longer_than_a_few_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engines, "_MOST_STEPS", 1e-9)  # the least instead of three
-    engine = Engine(small_decoder(), stall=600)
+    monkeypatch.setattr(schedulers, "_MOST_STEPS", 1e-9)  # the least instead of three
+    scheduler = Scheduler(small_decoder(), stall=600)
     running, late = Collected(), Collected()
-    submit(engine, [7, 3, 9], running.add, 60)
+    submit(scheduler, [7, 3, 9], running.add, 60)
     while len(running.tokens) < 2:
-        engine.turn()
+        scheduler.turn()
     before = len(running.tokens)
-    submit(engine, [(7 * i) % 64 for i in range(200)], late.add, 4)
+    submit(scheduler, [(7 * i) % 64 for i in range(200)], late.add, 4)
     while not late.tokens:
-        engine.turn()
+        scheduler.turn()
     assert len(running.tokens) - before >= 200 // 16 - 1
-    engine.close()
+    scheduler.close()
 
 
 def test_a_prompt_is_run_in_chunks_where_others_wait_for_the_turn() -> None:
-    engine = Engine(small_decoder(), stall=1e-6)  # chunks of 16 tokens
+    scheduler = Scheduler(small_decoder(), stall=1e-6)  # chunks of 16 tokens
     for hurried, most in ((True, 16), (False, 199)):
         done: list[int] = []
         submit(
-            engine,
+            scheduler,
             [(7 * i + hurried) % 64 for i in range(200)],
             lambda response: None,
             1,
             on_progress=lambda so_far, total, done=done: done.append(so_far),
         )
-        engine.turn(hurried)
+        scheduler.turn(hurried)
         assert done[-1] == most
-        engine.run()
+        scheduler.run()
 
 
 def test_those_that_wait_come_in_order_and_all_come() -> None:
     decoder = small_decoder()
-    engine = Engine(decoder, max_active=2)
+    scheduler = Scheduler(decoder, max_active=2)
     ended: list[int] = []
     for number in range(6):
         submit(
-            engine,
+            scheduler,
             [number + 1],
             lambda response, number=number: response.finish_reason and ended.append(number),
             5,
         )
-    engine.run()
+    scheduler.run()
     assert sorted(ended) == list(range(6))
     assert ended.index(0) < ended.index(3)
 
 
 def test_what_many_generations_leave_behind_is_what_a_few_leave() -> None:
     decoder = small_decoder()
-    engine = Engine(decoder, max_active=6)
+    scheduler = Scheduler(decoder, max_active=6)
 
     def run(count: int) -> int:
         for number in range(count):
-            submit(engine, [7, 3, number % 64, 5], lambda response: None, 2 + number % 5)
-        while engine.turn():
+            submit(scheduler, [7, 3, number % 64, 5], lambda response: None, 2 + number % 5)
+        while scheduler.turn():
             pass
         gc.collect()
         mx.synchronize()
@@ -387,9 +387,9 @@ def test_what_many_generations_leave_behind_is_what_a_few_leave() -> None:
 def test_options_out_of_range_are_named() -> None:
     decoder = small_decoder()
     with pytest.raises(OptionError, match="max_active is 0"):
-        Engine(decoder, max_active=0)
+        Scheduler(decoder, max_active=0)
     with pytest.raises(PromptError):
-        submit(Engine(decoder), [], print)
+        submit(Scheduler(decoder), [], print)
 
 
 DRAFTINGS: list[tuple[type[mlxspec.Decoder], dict[str, Any]]] = [
@@ -410,10 +410,10 @@ def test_a_generation_drafts_as_its_decoders_stream_does_with_the_same_parameter
 
     expected = [*decoder().stream(PROMPTS[2], 24, **parameters)]
     scheduled = decoder()
-    engine = Engine(scheduled)
+    scheduler = Scheduler(scheduled)
     found: list[mlxspec.GenerationResponse] = []
-    submit(engine, PROMPTS[2], found.append, 24, **parameters)
-    engine.run()
+    submit(scheduler, PROMPTS[2], found.append, 24, **parameters)
+    scheduler.run()
     assert [response.token for response in found] == [response.token for response in expected]
     assert found[-1].stats == expected[-1].stats
 
@@ -421,9 +421,9 @@ def test_a_generation_drafts_as_its_decoders_stream_does_with_the_same_parameter
 def test_without_parameters_a_generation_drafts_as_stream_does() -> None:
     decoder = stand_in_decoder(mlxspec.PromptLookupDecoder)
     found: list[mlxspec.GenerationResponse] = []
-    engine = Engine(decoder)
-    submit(engine, PROMPTS[2], found.append, 24)
-    engine.run()
+    scheduler = Scheduler(decoder)
+    submit(scheduler, PROMPTS[2], found.append, 24)
+    scheduler.run()
     assert found[-1].stats == [*decoder.stream(PROMPTS[2], 24)][-1].stats
     assert found[-1].stats.drafted > 0
 
@@ -431,20 +431,20 @@ def test_without_parameters_a_generation_drafts_as_stream_does() -> None:
 def test_a_paused_generation_waits_and_the_others_go_on() -> None:
     """It then continues as if it had not been paused."""
     decoder = new_decoder()
-    engine, first, second = Engine(decoder), Collected(), Collected()
-    request = submit(engine, [1, 2, 3], first.add, 30)
-    submit(engine, [4, 5], second.add, 12)
-    with engine.running():
+    scheduler, first, second = Scheduler(decoder), Collected(), Collected()
+    request = submit(scheduler, [1, 2, 3], first.add, 30)
+    submit(scheduler, [4, 5], second.add, 12)
+    with scheduler.running():
         while len(first.tokens) < 5:
-            engine.turn()
+            scheduler.turn()
         held = len(first.tokens)
         request.state = State.PAUSED
-        while engine.turn():
+        while scheduler.turn():
             pass
         assert len(first.tokens) == held
         assert second.tokens == alone(decoder, [4, 5], 12)
-        engine.has_read(request, request.unread)
-        while engine.turn():
+        scheduler.has_read(request, request.unread)
+        while scheduler.turn():
             pass
     assert first.tokens == alone(decoder, [1, 2, 3], 30)
 
@@ -465,12 +465,12 @@ def test_sequences_with_quantised_caches_run_beside_others(mode: JointMode) -> N
     for own in memory:
         own |= {"kv_group_size": 32}
     expected = [alone(decoder, p, 32, **own) for p, own in zip(prompts, memory, strict=True)]
-    engine, found = Engine(decoder), [Collected() for _ in prompts]
+    scheduler, found = Scheduler(decoder), [Collected() for _ in prompts]
     for prompt, own, collected in zip(prompts, memory, found, strict=True):
-        submit(engine, prompt, collected.add, 32, **own)
-    engine.run()
+        submit(scheduler, prompt, collected.add, 32, **own)
+    scheduler.run()
     assert [collected.tokens for collected in found] == expected
-    assert engine.steps < 40  # all share the same steps
+    assert scheduler.steps < 40  # all share the same steps
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -479,12 +479,12 @@ def test_of_two_generations_at_once_on_one_prompt_cache_the_second_is_refused(ki
     prompts = [1, 5, 9, 4], [1, 7, 3]
     caches = make_prompt_cache(decoder.model), make_prompt_cache(decoder.model)
     expected = [alone(decoder, prompt, 8, prompt_cache=caches[0]) for prompt in prompts]
-    engine, found = Engine(decoder), [Collected(), Collected()]
+    scheduler, found = Scheduler(decoder), [Collected(), Collected()]
     requests = [
-        submit(engine, prompt, collected.add, 8, prompt_cache=caches[1])
+        submit(scheduler, prompt, collected.add, 8, prompt_cache=caches[1])
         for prompt, collected in zip(prompts, found, strict=True)
     ]
-    engine.run()
+    scheduler.run()
     assert [collected.tokens for collected in found] == [expected[0], []]
     assert requests[0].error is None
     assert "in use by another generation" in str(requests[1].error)
@@ -499,12 +499,12 @@ def test_an_interrupt_as_prompts_take_turns_leaves_their_sessions_to_the_next() 
         return [mlxspec.Session() for _ in prompts]
 
     def run(sessions: list[mlxspec.Session]) -> None:
-        engine = Engine(decoder, stall=float("inf"))
+        scheduler = Scheduler(decoder, stall=float("inf"))
         for prompt, session in zip(prompts, sessions, strict=True):
-            submit(engine, prompt, lambda response: None, 2, session=session)
-        engine.run()
+            submit(scheduler, prompt, lambda response: None, 2, session=session)
+        scheduler.run()
 
-    moving = [one for one in functions_of(Engine) if one.__name__ in ("_prefill", "_forget")]
+    moving = [one for one in functions_of(Scheduler) if one.__name__ in ("_prefill", "_forget")]
     for sessions in interrupted_anywhere(moving, prepare, run):
         for prompt, session in zip(prompts, sessions, strict=True):
             assert alone(decoder, prompt, 2, session=session) == alone(decoder, prompt, 2)

@@ -1,16 +1,13 @@
-"""The engine, which runs one request or several at once."""
+"""Runs one request, or several at once."""
 
 from __future__ import annotations
 
-import atexit
 import math
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from traceback import walk_stack
 from typing import TYPE_CHECKING
 
 from mlx_lm.generate import generation_stream, wired_limit
@@ -21,6 +18,7 @@ from ..engine.step import Batch, Sequence
 from ..errors import OptionError
 from .request import Request, State
 from .response import GenerationResponse
+from .thread_end import hold_at_exit
 
 if TYPE_CHECKING:
     from .decoder import Decoder
@@ -35,7 +33,7 @@ _CHANGE = 0.3  # weight of the newest chunk in the running average of the prefil
 LEAST_UNREAD = 16  # a paused request resumes once this few responses are unread
 
 
-class Engine:
+class Scheduler:
     """Runs requests with a decoder's model, in shared forwards if the model allows.
 
     Each turn runs chunks of prompts for as long as decoding requests may wait, and then one step of
@@ -167,8 +165,8 @@ class Engine:
             except Exception as error:
                 self._end(request, error)
 
-    def parts_of_turn(self, hurried: bool = False) -> Iterator[None]:
-        """A turn of the running requests; yields after each response except a request's last."""
+    def parts_of_turn(self, hurried: bool = False) -> Iterator[GenerationResponse]:
+        """A turn of the running requests; yields each response except a request's last."""
         hold_at_exit()
         self._prefill(hurried)
         if decoding := self._in(State.DECODE):
@@ -288,7 +286,7 @@ class Engine:
             return
         self._note_speed(max(0, done - before), started)
 
-    def _step(self, requests: list[Request]) -> Iterator[None]:
+    def _step(self, requests: list[Request]) -> Iterator[GenerationResponse]:
         """Run one step of requests whose prompts are done, and pass on its responses."""
         sequences = [request.sequence for request in requests if request.sequence]
         self.steps += 1
@@ -301,7 +299,9 @@ class Engine:
             else:
                 self._end(request, outcome)
 
-    def _respond(self, request: Request, sequence: Sequence, step: VerifiedStep) -> Iterator[None]:
+    def _respond(
+        self, request: Request, sequence: Sequence, step: VerifiedStep
+    ) -> Iterator[GenerationResponse]:
         """Pass on the responses of a request's step."""
         try:
             cost = self._batch.cost(sequence, step)
@@ -314,7 +314,7 @@ class Engine:
                     self._end(request, last=response)
                     return
                 request.receive(response)
-                yield
+                yield response
                 if request.done:
                     return
                 request.unread += 1
@@ -385,74 +385,17 @@ def responses(request: Request) -> Generator[GenerationResponse, None, None]:
     Args:
         request: a request that has not started.
     """
-    received: list[GenerationResponse] = []
+    received = deque[GenerationResponse](maxlen=1)
     request.receive = received.append
-    engine = Engine(request.decoder, max_active=1, stall=math.inf)
-    engine.add(request)
+    scheduler = Scheduler(request.decoder, max_active=1, stall=math.inf)
+    scheduler.add(request)
     try:
-        with engine.running():
-            engine.start_waiting()
+        with scheduler.running():
+            scheduler.start_waiting()
             while not request.done:
-                for _ in engine.parts_of_turn():
-                    yield received.pop()
+                yield from scheduler.parts_of_turn()
     finally:
         if request.error:
             raise request.error
     # Everything is closed now, so the consumer may begin the session's next turn.
     yield received.pop()
-
-
-# --- the end of the process ---
-
-_PATIENCE = 10.0  # seconds; a step, or a chunk of a prompt, takes less
-_THREADS_END = 0.05  # seconds for a thread to end, or to return from its consumer
-
-_other_threads = False
-"""Whether a thread other than the main one has generated."""
-
-_ending: tuple[int, float] | None = None
-"""While the process ends: the thread that ends it, and the time until which other threads are
-blocked.
-"""
-
-
-def hold_at_exit() -> None:
-    """Block this thread if the process is ending; called before each step and chunk.
-
-    Up to Python 3.13, a finalizing interpreter stops every other thread that requests its lock. MLX
-    cannot be stopped like that: the process would be aborted ("terminate called without an active
-    exception"). A blocked thread does not request the lock.
-    """
-    global _other_threads
-    _other_threads |= threading.current_thread() is not threading.main_thread()
-    if _ending and _ending[0] != threading.get_ident():
-        # Not for ever: the ending program may join this thread.
-        threading.Event().wait(max(0.0, _ending[1] - time.monotonic()))
-
-
-@atexit.register  # after mlx_lm's handlers, so that it runs before them
-def hold_other_threads() -> None:
-    """Wait until no other thread generates; called when the process ends."""
-    global _ending
-    _ending = threading.get_ident(), time.monotonic() + _PATIENCE
-    while _others_generate() and time.monotonic() < _ending[1]:
-        time.sleep(0.001)
-    if _other_threads:
-        time.sleep(_THREADS_END)  # releases the interpreter's lock
-
-
-_ROOMS = "mlxspec.compat", "mlxspec.engine.", "mlxspec.generation."
-_LOOP = "mlxspec.generation.asynchronous"  # runs nothing itself, and waits there for commands
-
-
-def _others_generate() -> bool:
-    """Whether another thread is in code that may run the model, and is not blocked."""
-    tops = sys._current_frames()
-    del tops[threading.get_ident()]
-    for top in tops.values():
-        stack = [frame for frame, _ in walk_stack(top)]
-        names = {frame.f_globals.get("__name__", "") for frame in stack} - {_LOOP}
-        is_held = any(frame.f_code is hold_at_exit.__code__ for frame in stack)
-        if not is_held and any(name.startswith(_ROOMS) for name in names):
-            return True
-    return False
