@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
+from .accept import VerifiedStep
 from .tree import DraftTree
 
 # Where these come from: notes/planner.md, "Constants".
@@ -28,6 +29,38 @@ class SourceNode(Protocol):
             for each child, its token, the probability that it is right if this node is, and the
             child.
         """
+
+
+class Source:
+    """Where the candidates of a planned draft come from.
+
+    A generation calls :meth:`attach`, :meth:`begin` once with the prompt, then :meth:`search`, if a
+    draft may pay, and :meth:`observe` alternately, and :meth:`end`. A user's drafter becomes a
+    source in :class:`.sources.DrafterSource`.
+
+    Attributes:
+        spent: the seconds that a user's drafter has taken in the current step.
+        fault: the exception that a user's drafter has raised; it is not a fault of planning.
+    """
+
+    spent: float = 0.0
+    fault: Exception | None = None
+
+    def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
+        """As for :meth:`.drafter.Drafter.attach`."""
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """As for :meth:`.drafter.Drafter.begin`."""
+
+    def search(self, max_depth: int) -> Sequence[SourceNode]:
+        """The roots of what may follow the context, at most ``max_depth`` tokens deep."""
+        raise NotImplementedError
+
+    def observe(self, step: VerifiedStep) -> None:
+        """As for :meth:`.drafter.Drafter.observe`."""
+
+    def end(self) -> None:
+        """As for :meth:`.drafter.Drafter.end`."""
 
 
 class TreeNode:

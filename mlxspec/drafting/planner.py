@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .accept import VerifiedStep
-from .candidates import Candidates, SourceNode, TreeNode
+from .candidates import Candidates, Source, SourceNode, TreeNode
 from .costs import CostCurve, Costs
 from .drafter import Drafter
 from .experience import Experience
 from .heads import HeadSource
-from .sources import DrafterSource, forced_chain
-from .suffix_source import SuffixSource
+from .sources import forced_chain
 from .tree import DraftTree
 
 _log = logging.getLogger(__name__)
@@ -321,7 +320,7 @@ class Planner(Drafter):
     def __init__(
         self,
         costs: Costs,
-        sources: Sequence[SuffixSource | DrafterSource],
+        sources: Sequence[Source],
         *,
         branching: bool = True,
         experience: Experience | None = None,
@@ -332,7 +331,7 @@ class Planner(Drafter):
         self._experience = experience or Experience()
 
     @property
-    def _all_sources(self) -> Sequence[SuffixSource | DrafterSource | HeadSource]:
+    def _all_sources(self) -> Sequence[Source | HeadSource]:
         return [*self._sources, self.head] if self.head else self._sources
 
     def begin(self, prompt: Sequence[int]) -> None:

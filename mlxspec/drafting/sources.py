@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from .accept import VerifiedStep, view
-from .candidates import TreeNode
+from .candidates import Source, TreeNode
 from .drafter import Drafter, NoDraft, checked_draft, checked_drafter
 from .tree import DraftTree, merge
 
@@ -21,7 +21,7 @@ _RATE = 0.1
 _LEAST, _MOST = 0.01, 0.99  # nothing is certain
 
 
-class DrafterSource(Drafter):
+class DrafterSource(Source):
     """Adds probabilities to the drafts of any drafter, which drafts as if it were the only one.
 
     If its drafts have no probabilities, these are learned for each depth from the tokens that
@@ -31,14 +31,7 @@ class DrafterSource(Drafter):
     Args:
         drafter: proposes the drafts, whose origin is the name of its class. It serves one
             generation at a time.
-
-    Attributes:
-        spent: the seconds that the drafter has taken in the current step.
-        fault: the exception that the drafter has raised; it is not a fault of planning.
     """
-
-    spent = 0.0
-    fault: Exception | None = None
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = checked_drafter(drafter)
@@ -55,7 +48,6 @@ class DrafterSource(Drafter):
         self.spent = 0.0
 
     def search(self, max_depth: int) -> Sequence[TreeNode]:
-        """Like :meth:`mlxspec.drafting.suffix_source.SuffixSource.search`."""
         with self._asking():
             proposed = self._drafter.propose(max_depth)
             proposed = checked_draft(proposed, self._drafter, self._last)

@@ -22,8 +22,7 @@ from ..corpus.suffix_index import (
     excerpts,
 )
 from .accept import VerifiedStep
-from .candidates import SourceNode
-from .drafter import Drafter
+from .candidates import Source, SourceNode
 from .experience import Experience
 from .p_accept import AcceptanceModel, Estimate, TokenClasses
 
@@ -39,7 +38,7 @@ _LESSONS = 8  # tokens of a step to learn from; in a copy, more tokens teach not
 _EARLIER_OCCURRENCES = 8  # the most occurrences to request from each earlier text
 
 
-class SuffixSource(Drafter):
+class SuffixSource(Source):
     """Drafts the continuations of earlier occurrences of the text's end.
 
     The text's end is looked up in the context and in other texts: a memory of outputs, and the text
@@ -55,9 +54,6 @@ class SuffixSource(Drafter):
     Attributes:
         earned: the generation's counts: "steps", "tokens", and the accepted draft tokens by origin.
     """
-
-    spent = 0.0
-    fault: Exception | None = None
 
     def __init__(
         self,

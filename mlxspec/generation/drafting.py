@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from ..corpus.answer_index import AnswerIndex
+from ..drafting.candidates import Source
 from ..drafting.costs import Costs, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft, checked_drafter
 from ..drafting.experience import Experience
@@ -149,7 +150,7 @@ class Auto(Drafting):
 
     def sources(
         self, classes: TokenClasses, experience: Experience, extra: Drafter | None = None
-    ) -> list[SuffixSource | DrafterSource]:
+    ) -> list[Source]:
         """What a generation drafts from, including ``extra``, a drafter of the user's own."""
         look_ups = SuffixSource(classes, experience, memory=self.memory, prediction=self.prediction)
         return [look_ups] if extra is None else [look_ups, DrafterSource(extra)]
