@@ -55,7 +55,7 @@ def read_kept(what: str, path: Path, read: Callable[[Any], _Kept]) -> _Kept | No
         return read(file["content"])
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         reason = getattr(error, "strerror", "it is damaged, or from another version of mlxspec")
         _log.warning("ignoring the %s in %s: %s", what, path, reason)
         return None

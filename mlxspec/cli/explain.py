@@ -46,7 +46,7 @@ _view = partial(option, group="Steps and output")
 @_view("--steps K", "Show K steps.", default=3, type=COUNT)
 @_view(
     "--skip N",
-    "Show the steps after the first N.  [default: the first with drafts of which any is accepted]",
+    "Show the steps after the first N.  [default: those with an accepted draft]",
     type=click.IntRange(0),
 )
 @options_of(ReportOptions, "shows", "Steps and output", leave_out=("as_json",))

@@ -146,7 +146,6 @@ INSERT INTO answers (tokenizer, hash, tokens, ended, name,
     {", ".join(f"earned_{name}" for name in EARNED)})
 VALUES ({", ".join("?" * (5 + len(EARNED)))})
 ON CONFLICT (tokenizer, hash) DO UPDATE SET ended = excluded.ended,
-    name = coalesce(excluded.name, name),
     {", ".join(f"earned_{name} = earned_{name} + excluded.earned_{name}" for name in EARNED)}
 RETURNING id
 """
@@ -208,8 +207,12 @@ class KeptAnswers:
             the number of the answer's row.
         """
         figures = [max(0, int(earned.get(name, 0))) for name in EARNED]
-        hashed = hashlib.blake2b(text, digest_size=16).digest()
-        ((row,),) = self._run(_ADD, self._tokenizer, hashed, text, int(time.time()), name, *figures)
+        # The same text may be added under several names, and be an answer, too.
+        hashed = hashlib.blake2b(text, digest_size=16)
+        hashed.update(b"" if name is None else b"\0" + name.encode("utf-8", "surrogateescape"))
+        ((row,),) = self._run(
+            _ADD, self._tokenizer, hashed.digest(), text, int(time.time()), name, *figures
+        )
         return int(row)
 
     def add_texts(self, named: Mapping[str, Iterable[bytes]]) -> None:

@@ -159,8 +159,6 @@ _NOTICEABLE = 0.02  # the relative change of a cost that requires a new curve
 
 STEP_SECONDS = 1e-6, 1e4
 """The least and the most seconds of a step; times outside were measured wrongly."""
-MOST_UNCERTAINTY = 10.0
-"""The relative uncertainty from which a time counts as unknown."""
 
 
 @dataclass(frozen=True)

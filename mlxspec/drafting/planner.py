@@ -129,7 +129,10 @@ class Policy:
         # Alone, the cost of a draft was measured together with its planning.
         unpaid = 0.0 if step.sequences == 1 and step.drafted else planning
         self.bank += _INCOME * emitted - (cost if charge is None else charge) - unpaid
-        budget = self.budget + _PLANNING + gain - planning
+        # Below 0 nothing was searched. What passed then passes in every step, and would keep the
+        # budget below 0 for ever where steps are short.
+        searching = planning if self.budget >= 0 else 0.0
+        budget = self.budget + _PLANNING + gain - searching
         self.budget = min(max(budget, -_MOST_BUDGET), _MOST_BUDGET)
         patience = self.patience + _PATIENCE_PER_STEP + emitted - cost
         self.patience = min(max(patience, 0.0), _MOST_PATIENCE)

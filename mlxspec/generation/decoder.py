@@ -275,7 +275,7 @@ class Decoder:
         drafting: Drafting | None = None,
         receive: Callable[[GenerationResponse], object] = lambda response: None,
     ) -> Request:
-        """Make a request that has not started, for :func:`.engine.responses` or a scheduler.
+        """Make a request that has not started, for :func:`.scheduler.responses` or a scheduler.
 
         Args:
             prompt, max_tokens, options: as for :meth:`stream`.

@@ -130,7 +130,7 @@ class Request:
     """One generation, from the queue to its last response.
 
     :meth:`mlxspec.Decoder.new_request` makes requests. A request runs alone in
-    :func:`.engine.responses`, or with others in an :class:`.engine.Scheduler`.
+    :func:`.scheduler.responses`, or with others in an :class:`.scheduler.Scheduler`.
 
     Args:
         decoder: the model and its tokenizer.

@@ -38,8 +38,8 @@ class Scheduler:
 
     Each turn runs chunks of prompts for as long as decoding requests may wait, and then one step of
     every request whose prompt is done. Short prompts share a chunk. Requests start in order of
-    arrival. The tokens of prompts that have run are a clock: each prompt is due as many tokens
-    after its start as it has itself, and the one that is due first runs. So short prompts overtake
+    arrival. The tokens of prompts that have run are a clock: a prompt of 100 tokens is
+    due 100 tokens after its start, and the one that is due first runs. So short prompts overtake
     long ones, and none is overtaken for long. If a request's drafter, processor or consumer raises,
     only that request ends.
 
@@ -230,7 +230,11 @@ class Scheduler:
         """The prompts, due in this order, that run whole in one forward; none if less than two."""
         if len(prefilling) == 1 or self._max_active == 1:
             return []
-        self._share_steps()
+        try:
+            self._share_steps()
+        except Exception as error:
+            self._end(prefilling[0], error)  # the others continue
+            return []
         found: list[Request] = []
         room = min(self._chunk(), _LEAST_ALONE)
         for request in prefilling:

@@ -119,6 +119,8 @@ def _given_to_users(messages: Messages, opening: Sequence[dict[str, Any]] = ()) 
         else:
             groups.append((given, [content]))
         joins = moved
+    if not groups:
+        raise PromptError("the messages are empty: give one of them a content")
     return [
         {**message, "content": _joined(contents)} if len(contents) > 1 else message
         for message, contents in groups

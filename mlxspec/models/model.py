@@ -106,14 +106,15 @@ def load_parts(
 
     open_standard_streams()  # for programs that have closed them
     started = time.perf_counter()
-    with collector_paused(), ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(1) as beside:
         model, config = load_lazily(directory, read_config(directory), model_config)
         if adapters is not None:
             model = _with_adapters(model, adapters)
         widen(model)
         # Weights wait for the disk, while a tokenizer keeps Python busy for about as long.
         tokenizer = beside.submit(
-            load_tokenizer, directory, config.get("eos_token_id"), tokenizer_config
+            collector_paused()(load_tokenizer),
+            *(directory, config.get("eos_token_id"), tokenizer_config),
         )
         if on_read is not None:
             evaluate(model, directory, on_read)

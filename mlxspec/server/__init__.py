@@ -1,1 +1,1 @@
-"""The server: APIs compatible with OpenAI's and Anthropic's, over one engine per model."""
+"""The server: APIs compatible with OpenAI's and Anthropic's, over one scheduler per model."""

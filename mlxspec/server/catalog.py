@@ -100,7 +100,7 @@ class Catalog:
     no more requests, and is unloaded when those that use it have ended. Requests that name it
     meanwhile wait, and then load it again.
 
-    Attributes:
+    Args:
         worker: runs the models.
         load: loads a model, running at most a few forwards; called in any thread. It raises
             :class:`MlxspecError` if the model cannot be loaded.

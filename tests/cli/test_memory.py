@@ -435,7 +435,7 @@ def test_texts_are_added_beside_answers(texts: Path):
         encode(text, add_special_tokens=False)
         for text in ("hello there", "The quick brown fox jumps over the lazy dog.")
     )
-    assert answers() == [*ids, chat, fox]
+    assert answers() == [*ids, chat, fox, fox]
     assert result.stdout.startswith(f"Added {len(chat) + 2 * len(fox)} tokens of 3 files in ")
     assert result.stderr.splitlines() == [
         "Note: 1 file skipped: not UTF-8 text",
@@ -445,10 +445,10 @@ def test_texts_are_added_beside_answers(texts: Path):
     (held,) = json.loads(said("show", "--json"))["tokenizers"]
     assert (held["texts"], held["tokens"]) == (1, len(ids[0]))
     assert {path: one["tokens"] for path, one in held["added"].items()} == {
-        str(texts): len(chat),
-        str(texts / "one.txt"): len(fox),  # the last path that has a text
+        str(texts): len(chat) + len(fox),
+        str(texts / "one.txt"): len(fox),
     }
-    assert f"added      {texts}, {len(chat)} tokens" in said("show").splitlines()
+    assert f"added      {texts}, {len(chat) + len(fox)} tokens" in said("show").splitlines()
 
 
 def test_a_path_is_added_again_and_forgotten(texts: Path, monkeypatch: pytest.MonkeyPatch):

@@ -499,7 +499,10 @@ def test_an_answer_that_is_added_stays(tmp_path: Path):
     learn(tmp_path, [answer, other])
     add(tmp_path, a=[answer])
     learn(tmp_path, [answer])
-    assert names(tmp_path) == {"a": 1, None: 1}
+    assert names(tmp_path) == {"a": 1, None: 2}
+    add(tmp_path, b=[answer])  # the same text
+    add(tmp_path, a=[other])
+    assert names(tmp_path) == {"a": 1, "b": 1, None: 2}
 
 
 def test_more_than_may_be_added_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -121,6 +121,14 @@ def test_planning_that_does_not_pay_takes_a_small_share_of_the_time() -> None:
     assert planner.policy.bank > 1
 
 
+def test_drafts_are_searched_for_again_though_every_step_takes_time_to_plan() -> None:
+    policy, searches = Policy(), 0
+    for _ in range(1000):
+        searches += policy.budget >= 0
+        policy.settle(plain_step(), 1.0, gain=0.0, probing=False, planning=0.1)
+    assert 150 < searches < 250
+
+
 def test_while_drafts_pay_planning_is_never_skipped() -> None:
     policy = Policy()
     for _ in range(100):

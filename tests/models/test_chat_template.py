@@ -188,7 +188,7 @@ def test_a_system_message_alone_is_the_question_where_it_would_get_lost(
     for alone in (ONLY, talk("system: a\n\nb")):
         expected = tokenizer.apply_chat_template(talk("user: a\n\nb"), tokenize=False)
         assert "a\n\nb" in expected
-        assert apply_template(tokenizer, alone, tokenize=False) == expected
+        assert apply_template(tokenizer, alone) == expected
 
 
 def test_mistral_s_system_message_comes_before_the_last_question(tokenizer: Any) -> None:
