@@ -79,7 +79,7 @@ def load(
     directory = find_directory(path_or_hf_repo, revision)
     on_read = None if lazy else _unheard
     model, tokenizer, config = load_parts(
-        directory, tokenizer_config, model_config, adapters, on_read
+        directory, tokenizer_config, model_config, adapters=adapters, on_read=on_read
     )
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 

@@ -105,7 +105,7 @@ def test_what_measures_a_model_measures_it_with_them(
     monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path))
     loaded: list[object] = []
 
-    def load_and_stop(name: object, **options: object) -> None:
+    def load_and_stop(*_: object, **options: object) -> None:
         loaded.append(options["adapters"])
         raise KeyboardInterrupt
 

@@ -180,7 +180,7 @@ def test_defaults_of_options_are_what_is_set(endless: Path):
     run("config", "set", "model", endless)
     assert len(generated()["tokens"]) == 3
     assert len(generated("--max-tokens", 5)["tokens"]) == 5
-    assert "[default: 3]" in run("generate", "--help").stdout
+    assert "[default: 3;" in run("generate", "--help").stdout
     assert "[default: 250;" in run("bench", "--help").stdout  # a measurement stays the same
     # Greedy decoding always gives the same output; a high temperature gives any.
     greedy = generated("--max-tokens", 40, "--seed", 1)

@@ -287,7 +287,7 @@ def test_models_of_a_folder_come_and_go(endless: Path, tmp_path: Path) -> None:
     prompt = [1, *[7] * 40]
     with serving("--models", tmp_path / "models", *options) as server:
         assert re.search(r"on demand +3 models, which", server.panel)
-        assert "models/broken is left out: " in server.panel
+        assert "models/broken is skipped: " in server.panel
         asked = {"prompt": prompt, "max_tokens": 4, "model": "one"}
         first = server.ask("/v1/completions", **asked)
         assert first["choices"][0]["text"].split() == LINE.split()
@@ -324,7 +324,7 @@ def test_a_model_that_has_left_the_disk_is_not_looked_for_on_the_hub(
     (tmp_path / "models" / "broken" / "config.json").write_text("{}")
     for _ in range(2):
         (found,) = loader.find()
-    assert capsys.readouterr().err.count("models/broken is left out: ") == 1
+    assert capsys.readouterr().err.count("models/broken is skipped: ") == 1
     assert found.path == str(tmp_path / "models" / "one")  # "models/one" may be a repository
     assert {"one", "models/one"} <= {found.name, *found.others}
 

@@ -13,7 +13,7 @@ import pytest
 from mlxspec.drafting.drafter import NoDraft
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.sources import DrafterSource
-from mlxspec.generation import engine
+from mlxspec.generation import scheduler
 from mlxspec.server import metrics
 from mlxspec.server.metrics import Metrics
 from mlxspec.server.served_model import ServedModel
@@ -33,7 +33,7 @@ def run_requests(
     """Run requests one after the other, with given step times."""
     time = itertools.accumulate(itertools.cycle(seconds))
     clock = SimpleNamespace(perf_counter=lambda: next(time))
-    monkeypatch.setattr(engine, "time", clock)
+    monkeypatch.setattr(scheduler, "time", clock)
     worker = Worker()
     worker.memory.add(model)
     queue = ModelQueue(model, worker)
