@@ -109,6 +109,3 @@ def oldest_first(directory: Path) -> list[Path]:
         with suppress(OSError):
             found.append((path.stat().st_mtime, path))
     return [path for _, path in sorted(found)]
-
-
-Identity = dict[str, str | int | float | None]

@@ -10,9 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..cache_files import Identity, cache_directory, read_kept, write_kept
+from ..cache_files import cache_directory, read_kept, write_kept
 from .costs import KnownTime
 
+Identity = dict[str, str | int | float | None]
+"""What a machine or a model is known by."""
 Source = Literal["steps", "quick", "careful"]  # the most reliable comes last
 _STEP_TIMES_VERSION = 3
 

@@ -10,7 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..cache_files import Identity, cache_directory, oldest_first, read_kept, write_among_newest
+from ..cache_files import cache_directory, oldest_first, read_kept, write_among_newest
+from .cost_file import Identity
 from .p_accept import TOKEN_FEATURES, Corrections
 
 _EXPERIENCE_VERSION = 4

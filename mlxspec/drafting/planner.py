@@ -129,8 +129,8 @@ class Policy:
         # Alone, the cost of a draft was measured together with its planning.
         unpaid = 0.0 if step.sequences == 1 and step.drafted else planning
         self.bank += _INCOME * emitted - (cost if charge is None else charge) - unpaid
-        # Below 0 nothing was searched. What passed then passes in every step, and would keep the
-        # budget below 0 for ever where steps are short.
+        # Below 0 nothing was searched. The rest of planning takes time in every step. If it were
+        # charged, the budget of a fast model would never rise above 0 again.
         searching = planning if self.budget >= 0 else 0.0
         budget = self.budget + _PLANNING + gain - searching
         self.budget = min(max(budget, -_MOST_BUDGET), _MOST_BUDGET)

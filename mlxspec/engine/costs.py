@@ -28,9 +28,8 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.utils import get_total_parameters
 
-from ..cache_files import Identity
 from ..drafting.accept import VerifiedStep
-from ..drafting.cost_file import CostCache, CostKey, KnownTimes, TimesByContext
+from ..drafting.cost_file import CostCache, CostKey, Identity, KnownTimes, TimesByContext
 from ..drafting.costs import KnownTime, LiveCosts
 from ..drafting.drafter import Drafter
 from ..drafting.measurement import (

@@ -42,9 +42,9 @@ def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) 
     templates leave the content out without an error.
 
     So do many with a second or late system message; others fail. What the template takes stays.
-    Otherwise, system and developer messages at the beginning are joined, or begin the first user
-    message if the template takes none, or none without a user. Later ones become the user's,
-    within ``<system-reminder>``.
+    Otherwise, system and developer messages at the beginning are joined. If the template does not
+    show them, they begin the first user message. Later ones become user messages, within
+    ``<system-reminder>``.
 
     Args:
         tokenizer: the model's tokenizer.

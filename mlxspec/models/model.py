@@ -85,7 +85,7 @@ def load(
 
 
 def _unheard(nbytes: int) -> None:
-    """Report to nobody that an array has been read."""
+    """Ignore the progress of reading."""
 
 
 def load_parts(
