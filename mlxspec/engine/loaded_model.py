@@ -123,8 +123,9 @@ class LoadedModel:
     @cached_property
     def chain_capability(self) -> Capability:
         """How the model can verify chains, which fewer trial steps show."""
-        found = self.findings.chains or self._keep(chains=chain_capability(self._tried())).chains
-        return cast(Capability, found)
+        if self.findings.chains is None:
+            self._keep(chains=self._trial()[1])
+        return cast(Capability, self.findings.chains)
 
     @cached_property
     def joint_mode(self) -> JointMode:
@@ -137,8 +138,7 @@ class LoadedModel:
     def drafts(self) -> tuple[Capability, str]:
         """The result of :func:`.capability.examine`."""
         if self.findings.drafts is None:
-            tried = self._tried()
-            chains = self.findings.chains or chain_capability(tried)
+            tried, chains = self._trial()
             self._keep(chains=chains, drafts=examine(tried, chains))
         return cast("tuple[Capability, str]", self.findings.drafts)
 
@@ -146,8 +146,7 @@ class LoadedModel:
     def joint(self) -> tuple[JointMode, str]:
         """The result of :func:`.capability.examine_joint`."""
         if self.findings.joint is None:
-            tried = self._tried()
-            chains = self.findings.chains or chain_capability(tried)
+            tried, chains = self._trial()
             self._keep(chains=chains, joint=examine_joint(tried, chains))
         return cast("tuple[JointMode, str]", self.findings.joint)
 
@@ -169,13 +168,14 @@ class LoadedModel:
             return True
         return self.chain_capability is Capability.PLAIN
 
-    def _tried(self) -> LoadedModel:
-        """The model that trial steps run on."""
+    def _trial(self) -> tuple[LoadedModel, Capability]:
+        """The model that trial steps run on, and how it verifies chains."""
         small = None if self._anew or self.leader else miniature(self.model)
         if small is None:
             self.findings = replace(self.findings, tried_on="the model")
         _log.info("trial steps run on %s", self.findings.tried_on)
-        return LoadedModel(small) if small else self
+        tried = LoadedModel(small) if small else self
+        return tried, self.findings.chains or chain_capability(tried)
 
     @cached_property
     def findings(self) -> Findings:
@@ -202,8 +202,7 @@ class LoadedModel:
         digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
         return cache_directory() / "findings" / f"{digest}.json"
 
-    def _keep(self, **found: Any) -> Findings:
+    def _keep(self, **found: Any) -> None:
         self.findings = replace(self.findings, **found)
         if self._path:
             write_among_newest(self._path, self.findings)
-        return self.findings
