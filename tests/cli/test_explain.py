@@ -51,11 +51,11 @@ def test_the_steps_of_every_decoder_are_those_of_generate(endless: Path, decoder
 
 
 @pytest.mark.slow
-def test_what_a_head_drafts_is_marked(headed: Path, heads_pay: None):
+def test_what_a_head_drafts_is_marked(headed: Path, heads_pay: None, nothing_set: Path):
     options = ("--raw", "--prompt", "x y")
     shown = explain(headed, *options, "--skip", 0, "--steps", 9).stdout
     assert re.search(r"^accepted drafts: .*head \d of \d", shown, re.MULTILINE)
-    assert re.search(r"└── ✓ .*·two.* \(head\)$", shown, re.MULTILINE)
+    assert re.search(r"[├└]── ✓ .*·two.* \(head\)$", shown, re.MULTILINE)
     shown = explain(headed, *options, "--no-head").stdout
     assert "accepted drafts: context" in shown
     assert re.search(r"^planning: [\d.]+% of the steps' time$", shown, re.MULTILINE)
