@@ -11,7 +11,6 @@ import click
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import MofNCompleteColumn
-from rich.table import Table
 from rich.text import Text
 
 from ..distributed import leading
@@ -28,7 +27,6 @@ from .common.output import (
     PlainDecoding,
     ProgressBar,
     error_console,
-    folding_table,
     prefill_bar,
     result_report,
     write_json,
@@ -38,7 +36,6 @@ from .memory import Memories
 
 if TYPE_CHECKING:
     from ..distributed.ranks import Leader
-    from ..drafting.costs import StepTime
     from ..generation.decoder import Decoder
     from ..generation.response import GenerationResult
 
@@ -66,7 +63,6 @@ _output = partial(option, group="Output")
 @generation_options()
 @_output("-q --quiet", "Show only the text: no figures, progress or notes.")
 @color_option("Output")
-@_output("--stats", "Also show the measured time of steps for each number of rows.")
 @_output("--compare", "Then decode again without drafts, and show both measured speeds.")
 @_output("--json", "Write one JSON object instead of text.", "as_json")
 @_output(
@@ -115,7 +111,6 @@ def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -
     Only the text goes to standard output: unchanged in a file or a pipe, with control characters
     made visible at a terminal. Figures, notes and errors go to standard error.
     """
-    check_one(quiet=options["quiet"], stats=options["stats"])
     for other in ("quiet", "as_json", "prompt_cache_file"):
         name = other.removeprefix("as_")
         check_one(compare=options["compare"], **{name: options[other]})
@@ -148,7 +143,7 @@ def answer(
     If Ctrl-C ends the generation, it shows the partial result and exits with status 130.
 
     Args:
-        shows: the options ``quiet``, ``color``, ``stats``, ``compare`` and ``as_json``.
+        shows: the options ``quiet``, ``color``, ``compare`` and ``as_json``.
 
     Raises:
         MlxspecError: an option, the prompt or the model is invalid.
@@ -183,7 +178,7 @@ def answer(
                 result.add(response, logprobs or 0)
                 if printer:
                     printer.write(response.text, response.from_draft)
-        result.step_times, result.prompt_tokens = decoder.step_times.table(), len(tokens)
+        result.prompt_tokens = len(tokens)
         if printer:
             printer.finish()
             plain = None
@@ -193,8 +188,6 @@ def answer(
         else:
             write_json(result_report(result, model))
         generation.note_if_full(decoder.model, result.finish_reason, len(result.tokens))
-        if shows["stats"]:
-            console.print(step_times_table(result.step_times))
         if printer:
             memories.suggest_once()
     if result.finish_reason == "interrupted":
@@ -253,13 +246,3 @@ def figures_panel(
         subtitle="interrupted" if result.finish_reason == "interrupted" else None,
         below=["", Text.from_ansi(meaning)] if legend else [],
     )
-
-
-def step_times_table(step_times: list[StepTime]) -> Table:
-    """A table of the median time of steps, and the verify cost, for each number of rows."""
-    table = folding_table("rows", "steps", "ms", "cost")
-    for time in step_times:
-        cost = "–" if time.cost is None else f"{time.cost:.2f}"
-        rows = f"{time.rows} pipelined" if time.pipelined else str(time.rows)
-        table.add_row(rows, str(time.steps), f"{time.seconds * 1000:.2f}", cost)
-    return table

@@ -49,7 +49,6 @@ def answer_prompts(
     prompt: PromptOptions,
     prompt_cache_file: str | None,
     logprobs: int | None,
-    stats: bool,
     leader: Leader | None = None,
     **shows: Any,
 ) -> None:
@@ -71,8 +70,6 @@ def answer_prompts(
     others = prompt.named()
     if prompt_cache_file is not None:
         others.append("--prompt-cache-file")
-    if stats:
-        others.append("--stats")
     if others:
         raise OptionError(f"--prompts and {others[0]} are given together: choose one")
     keeps = not generation.drafting.no_saved_answers
@@ -241,7 +238,6 @@ class PromptAnswers:
             return
         result.prompt_tokens = len(request.prompt)
         report = result_report(result, model_or_default(self.generation.model))
-        del report["step_times"]  # they include all answers
         self._ready[names["index"]] = json_text({**names, **report})
         self.figures.add(result, len(result.tokens))
 

@@ -2,7 +2,6 @@
 
 A :class:`CostCurve` is fixed. :class:`LiveTimes` has the times by rows and context length, which
 every step corrects. :class:`LiveCosts` derives the costs for one generation from these times.
-:class:`StepTimes` collects times to show to users.
 """
 
 from __future__ import annotations
@@ -11,11 +10,9 @@ import copy
 import math
 import threading
 from bisect import bisect
-from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from statistics import median
 from typing import Self
 
 import numpy as np
@@ -726,60 +723,3 @@ def _beside(known: Mapping[int, Sequence[KnownTime]], count: int) -> dict[int, l
 
 Costs = FixedCosts | LiveCosts
 """The costs of steps, which a planner reads, and in which it records every step."""
-
-
-# --- step times ---
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """The measured time of one kind of step.
-
-    Attributes:
-        rows: the rows of the forward.
-        pipelined: whether the forward was dispatched during the step before, as in plain
-            decoding; such a step has one row.
-        steps: the number of such steps that have run.
-        seconds: the median wall time of the recent ones.
-        cost: the verify cost T(rows) / T(1), where T(1) is of pipelined steps if any have run; None
-            until a step of one row has run.
-    """
-
-    rows: int
-    pipelined: bool
-    steps: int
-    seconds: float
-    cost: float | None
-
-
-_KEPT = 64  # recent steps per number of rows: enough for a median, few enough to show a hot chip
-
-
-class StepTimes:
-    """T(rows): the wall time of whole steps by their number of rows.
-
-    A whole step consists of proposal, forward, reading, acceptance and commit. The times hold for
-    one model on one machine. Several threads may record at the same time.
-    """
-
-    def __init__(self) -> None:
-        self._recent: dict[tuple[int, bool], deque[float]] = {}
-        self._steps: Counter[tuple[int, bool]] = Counter()
-        self._lock = threading.Lock()
-
-    def record(self, rows: int, seconds: float, pipelined: bool = False) -> None:
-        """Add the wall time of a step."""
-        with self._lock:
-            self._recent.setdefault((rows, pipelined), deque(maxlen=_KEPT)).append(seconds)
-            self._steps[rows, pipelined] += 1
-
-    def table(self) -> list[StepTime]:
-        """An entry for each kind of step that has run, those with the fewest rows first."""
-        with self._lock:
-            seconds = {kind: median(recent) for kind, recent in self._recent.items()}
-            steps = self._steps.copy()
-        one_row = seconds.get((1, True)) or seconds.get((1, False))
-        return [
-            StepTime(*kind, steps[kind], time, time / one_row if one_row else None)
-            for kind, time in sorted(seconds.items())
-        ]

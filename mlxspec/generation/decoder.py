@@ -19,7 +19,6 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
 from ..corpus.answers import SWITCH, identify
-from ..drafting.costs import StepTimes
 from ..drafting.drafter import Drafter
 from ..drafting.experience import Experience, experience_path
 from ..drafting.p_accept import TokenClasses
@@ -91,8 +90,6 @@ class Decoder:
         """The model that generations run, with what mlxspec knows about it."""
         self.tokenizer = tokenizer
         evaluate_constants(self.model)
-        self.step_times = StepTimes()
-        """The wall times of this decoder's steps, by their number of rows."""
         self.wrap_drafter: Callable[[Drafter], Drafter] | None = None
         """Wraps the drafter of each generation, to observe it; None wraps nothing."""
         self._measuring = threading.Lock()
@@ -247,7 +244,6 @@ class Decoder:
             printer.write(response.text, response.from_draft)
             result.add(response)
         printer.finish()
-        result.step_times = self.step_times.table()
         return result
 
     def with_separate_memory(self, memory_tokens: int) -> Self:

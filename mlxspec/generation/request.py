@@ -293,7 +293,6 @@ class Request:
             seconds: the wall time of the whole step.
             cost: the step's time in plain steps; NaN if unknown.
         """
-        self.decoder.step_times.record(step.rows, step.seconds, step.pipelined)
         stats = self.stats
         self.stats = SpeculationStats(
             steps=stats.steps + 1,

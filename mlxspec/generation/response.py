@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, cast
 
 import mlx.core as mx
 
-from ..drafting.costs import StepTime
 from ..errors import OptionError
 
 if TYPE_CHECKING:
@@ -144,7 +143,6 @@ class GenerationResult:
         generation_tps: generated tokens per second.
         peak_memory: in GB.
         stats: figures of speculation.
-        step_times: the times of steps by rows, T(rows), measured on this decoder's steps so far.
         logprobs: the log-probabilities of each token, if requested.
         reused_tokens: prompt tokens that were already in a session's cache.
         segments: for each token, the text that came with it; joined, they are the text.
@@ -159,7 +157,6 @@ class GenerationResult:
     generation_tps: float = 0.0
     peak_memory: float = 0.0
     stats: SpeculationStats = SpeculationStats()
-    step_times: list[StepTime] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     reused_tokens: int = 0
     segments: list[str] = field(default_factory=list)

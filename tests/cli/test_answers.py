@@ -67,9 +67,8 @@ def test_each_answer_is_that_of_its_prompt_alone(
     for one, asked, length in zip(results(found), IDS, lengths, strict=True):
         (last,) = asked["prompt"]
         alone = report(*options, "--prompt-ids", last, "--max-tokens", length)
-        # Measured values differ. A result has no step times, and it has an index.
-        assert alone.keys() - one.keys() == {"step_times"}
         assert one.keys() - alone.keys() == {"index", "id"}
+        assert alone.keys() <= one.keys()
         same = ("model", "text", "tokens", "finish_reason", "prompt_tokens", "generation_tokens")
         assert {key: one[key] for key in same} == {key: alone[key] for key in same}
 
@@ -273,7 +272,6 @@ def test_a_fault_in_one_generation_costs_no_other(
         (("--prompts", "FILE", "--prompt-file", "a"), "--prompts and --prompt-file"),
         (("--prompts", "FILE", "--prompt-ids", "1"), "--prompts and --prompt-ids"),
         (("--prompts", "FILE", "--prompt-cache-file", "a"), "--prompts and --prompt-cache-file"),
-        (("--prompts", "FILE", "--stats"), "--prompts and --stats"),
         (("--prompts", "FILE", "--concurrency", "0"), "'--concurrency': 0 is not in the range"),
         (("--prompts", "FILE", "--logprobs", "-1"), "'--logprobs': -1 is not in the range"),
         (("--prompts", "nowhere.jsonl"), "nowhere.jsonl: No such file"),

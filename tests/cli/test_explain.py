@@ -51,6 +51,16 @@ def test_the_steps_of_every_decoder_are_those_of_generate(endless: Path, decoder
 
 
 @pytest.mark.slow
+def test_a_window_runs_up_to_the_output_s_end_and_not_beyond(endless: Path):
+    options = ("--decoder", "lookahead", "--raw", "--prompt", "a", "--max-tokens", 40)
+    # A window begins with W + N - 2 tokens, including the current one.
+    for width, fits in ((37, True), (38, False)):
+        result = explain(endless, *options, "-W", width, "-N", 5, "--skip", 0, "--steps", 100)
+        rows = list(map(int, re.findall(r"^(\d+) rows: ", result.stdout, re.MULTILINE)))
+        assert (max(rows) >= 38) is (40 in rows) is fits
+
+
+@pytest.mark.slow
 def test_what_a_head_drafts_is_marked(headed: Path, heads_pay: None, nothing_set: Path):
     options = ("--raw", "--prompt", "x y")
     shown = explain(headed, *options, "--skip", 0, "--steps", 9).stdout
@@ -187,7 +197,6 @@ def test_all_options_that_say_what_is_generated_are_those_of_generate():
         "prompt_cache_file",
         "as_json",
         "compare",
-        "stats",
         "logprobs",
         "quiet",
     }

@@ -17,9 +17,7 @@ from mlxspec.cli.common.output import PlainDecoding
 from mlxspec.cli.generate import (
     figures_panel,
     generate_command,
-    step_times_table,
 )
-from mlxspec.drafting.costs import StepTime
 from mlxspec.engine.target import Target
 from mlxspec.generation.decoder import Decoder
 from mlxspec.generation.drafting import Auto
@@ -80,7 +78,6 @@ def test_json_is_one_object_with_everything(endless: Path):
     assert stats["accepted"] == sum(data["from_draft"]) > 0
     assert stats["tokens_per_step"] == 20 / stats["steps"]
     assert stats["acceptance_rate"] == stats["accepted"] / stats["drafted"]
-    assert sum(time["steps"] for time in data["step_times"]) == stats["steps"]
 
 
 def test_json_gives_hostile_text_back_exactly_and_is_harmless_itself(hostile: Path):
@@ -124,12 +121,6 @@ def test_other_tools_names_for_the_options_mean_the_same(endless: Path):
     assert figures("--prompt-lookup-num-tokens", 4, "--max-matching-ngram-size", 2) == ours
     assert figures("--prompt-lookup-config", "[4,2]") == ours
     assert figures() != ours
-
-
-def test_stats_show_the_time_of_a_step_by_its_rows(endless: Path):
-    result = generate("--model", endless, "--prompt", "a", "--stats")
-    assert "cost" in result.stderr
-    assert result.stdout == LINE * 50
 
 
 def test_color_can_be_forced_on_a_pipe(endless: Path):
@@ -307,7 +298,6 @@ def test_ctrl_c_with_json_writes_what_there_is(endless: Path, monkeypatch: pytes
             ("--repetition-context-size", "9"),
             "--repetition-context-size has no effect without --repetition-penalty",
         ),
-        (("--quiet", "--stats"), "--quiet and --stats are given together: choose one"),
         (("--quiet", "--compare"), "--compare and --quiet are given together: choose one"),
         (("--json", "--compare"), "--compare and --json are given together: choose one"),
         (("--prompts", "-", "--compare"), "--compare and --prompts are given together: choose one"),
@@ -345,7 +335,6 @@ RESULT = GenerationResult(
     generation_tps=56.78,
     peak_memory=0.0,
     stats=SpeculationStats(steps=1500, rows=3600, drafted=2100, accepted=1500, emitted=3000),
-    step_times=[],
 )
 
 
@@ -444,12 +433,3 @@ def test_ctrl_c_while_decoding_again_shows_the_panel(
 def test_an_interrupted_generation_is_marked():
     interrupted = replace(RESULT, finish_reason="interrupted")
     assert "interrupted" in lines(figures_panel(interrupted, legend=False), 40)[-1]
-
-
-def test_step_times_are_in_milliseconds_with_the_verify_cost():
-    table = step_times_table(
-        [StepTime(1, True, 30, 0.0125, 1.0), StepTime(11, False, 4, 0.03, None)]
-    )
-    rows = [line.split() for line in lines(table, 40) if line.strip()]
-    assert rows[0] == ["rows", "steps", "ms", "cost"]
-    assert rows[2:] == [["1", "pipelined", "30", "12.50", "1.00"], ["11", "4", "30.00", "–"]]

@@ -187,14 +187,6 @@ def test_the_names_of_paper_and_reference_mean_the_same(endless: Path) -> None:
     assert stats(*reference, "--POOL_FROM_PROMPT") == stats(*reference) != ours
 
 
-@pytest.mark.slow
-def test_a_window_runs_up_to_the_output_s_end_and_not_beyond(endless: Path) -> None:
-    options = ("--model", endless, "--prompt", "a", "--max-tokens", 40, "-N", 5, "-G", 5)
-    # Lookahead ran: a window begins with W + N - 2 tokens, including the current one.
-    assert 40 in (time["rows"] for time in report(*options, "-W", 37)["step_times"])
-    assert all(time["rows"] < 38 for time in report(*options, "-W", 38)["step_times"])
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

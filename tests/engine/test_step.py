@@ -15,11 +15,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
 from mlxspec.drafting.accept import VerifiedStep
-from mlxspec.drafting.costs import StepTimes
 from mlxspec.drafting.drafter import Drafter, NoDraft
 from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.drafting.tree import DraftTree
-from mlxspec.engine.capability import Capability
 from mlxspec.engine.joint import Joint
 from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.sampling import Chooser, SamplingParams
@@ -316,28 +314,6 @@ def test_a_drafter_may_enter_and_leave_the_pipeline(model: nn.Module) -> None:
     assert_holds_exactly(target, context)
     assert {(1, True), (1, False), (4, False)} <= set(kinds)
     assert (4, True) not in kinds
-
-
-@pytest.mark.slow
-def test_steps_are_timed_by_their_rows(model: nn.Module) -> None:
-    times = StepTimes()
-    steps = list(
-        decode(
-            new_target(model, Capability.CHAIN),
-            PROMPT,
-            PromptLookupDrafter(4),
-            Chooser(SamplingParams()),
-            max_tokens=80,
-            ends=lambda _: False,
-        )
-    )
-    for step in steps:
-        times.record(step.rows, step.seconds, step.pipelined)
-    widths = [len(step.tree) for step in steps]
-    assert {row.rows: row.steps for row in times.table()} == {
-        rows: widths.count(rows) for rows in set(widths)
-    }
-    assert all(row.seconds > 0 for row in times.table())
 
 
 class Slow(NoDraft):

@@ -52,7 +52,6 @@ def result(segments: list[str], from_draft: list[bool]) -> GenerationResult:
         generation_tps=56.78,
         peak_memory=0.0,
         stats=SpeculationStats(steps=2, rows=6, drafted=4, accepted=3, emitted=5),
-        step_times=[],
         segments=segments,
     )
 
