@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from random import Random
-from typing import Self, cast
+from typing import Self
 
 from ..drafting.accept import VerifiedStep
 from ..drafting.costs import CostCurve, FixedCosts
-from ..drafting.drafter import Drafter, NoDraft
+from ..drafting.drafter import NoDraft
 from ..drafting.heads import HeadExperience, HeadSource
 from ..drafting.p_accept import TokenClasses
 from ..drafting.planner import Planner
 from ..drafting.sources import DrafterSource
 from ..errors import OptionError
-from .policies import AUTO, POLICIES, NewDrafter, ReplayPolicy
+from .policies import AUTO, NewPlanner, ReplayPolicy, planned
 
 _EXAMPLE = ".76,.60,.50,.41@0.08"
 _WRONG = -2  # differs from all tokens, and from -1, which stands for an unknown choice
@@ -92,22 +92,22 @@ def policies_with_head(p_reached: Sequence[float], cost: float) -> dict[str, Rep
         p_reached, cost: as :func:`parse_head_curve` returns them.
     """
 
-    def with_head(alone: ReplayPolicy) -> ReplayPolicy:
-        def drafters(curve: CostCurve, classes: TokenClasses) -> NewDrafter:
+    def with_head(alone: Callable[[CostCurve, TokenClasses], NewPlanner]) -> ReplayPolicy:
+        def planners(curve: CostCurve, classes: TokenClasses) -> NewPlanner:
             experience = HeadExperience(cost, cost, len(p_reached))
             new_planner = alone(curve, classes)
 
-            def new(output: Sequence[int]) -> Drafter:
-                planner = cast(Planner, new_planner(output))
+            def new(output: Sequence[int]) -> Planner:
+                planner = new_planner(output)
                 planner.head = ReplayedHead(experience, output, p_reached)
                 return planner
 
             return new
 
-        return drafters
+        return planners
 
-    return {"head": with_head(_without_text), f"{AUTO}+head": with_head(POLICIES[AUTO])}
+    return {"head": with_head(_without_text), f"{AUTO}+head": with_head(planned())}
 
 
-def _without_text(curve: CostCurve, classes: TokenClasses) -> NewDrafter:
+def _without_text(curve: CostCurve, classes: TokenClasses) -> NewPlanner:
     return lambda output: Planner(FixedCosts(curve), [DrafterSource(NoDraft())], branching=False)

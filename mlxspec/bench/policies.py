@@ -231,6 +231,9 @@ class Hindsight(Drafter):
 NewDrafter = Callable[[Sequence[int]], Drafter]
 """Makes the drafter for an output. Only hindsight and replayed heads read the output."""
 
+NewPlanner = Callable[[Sequence[int]], Planner]
+"""Makes the planner for an output."""
+
 ReplayPolicy = Callable[[CostCurve, TokenClasses], NewDrafter]
 """Makes a :data:`NewDrafter` for one replay, whose drafters share what they learn.
 
@@ -244,7 +247,9 @@ def _from_text(new: Callable[[], Drafter]) -> ReplayPolicy:
     return lambda curve, classes: lambda output: new()
 
 
-def planned(memory_tokens: int = 0, other: Callable[[], Drafter] | None = None) -> ReplayPolicy:
+def planned(
+    memory_tokens: int = 0, other: Callable[[], Drafter] | None = None
+) -> Callable[[CostCurve, TokenClasses], NewPlanner]:
     """A policy that drafts as the default decoder does.
 
     Args:
@@ -252,11 +257,11 @@ def planned(memory_tokens: int = 0, other: Callable[[], Drafter] | None = None) 
         other: makes a drafter whose candidates are used as well; None for none.
     """
 
-    def drafters(curve: CostCurve, classes: TokenClasses) -> NewDrafter:
+    def planners(curve: CostCurve, classes: TokenClasses) -> NewPlanner:
         experience = Experience()
         memory = AnswerIndex(memory_tokens) if memory_tokens else None
 
-        def new(output: Sequence[int]) -> Drafter:
+        def new(output: Sequence[int]) -> Planner:
             if memory:
                 memory.settle()  # so that look-ups find all outputs so far
             sources = Auto(memory).sources(classes, experience, other() if other else None)
@@ -265,7 +270,7 @@ def planned(memory_tokens: int = 0, other: Callable[[], Drafter] | None = None) 
 
         return new
 
-    return drafters
+    return planners
 
 
 def _hindsight(curve: CostCurve, classes: TokenClasses) -> NewDrafter:
@@ -313,7 +318,7 @@ def policies_with_memory(sizes: str) -> dict[str, ReplayPolicy]:
     Raises:
         OptionError: a size has another form.
     """
-    policies = {}
+    policies: dict[str, ReplayPolicy] = {}
     for text in map(str.strip, sizes.split(",")):
         size = re.fullmatch("([0-9]{1,15})([km]?)", text, re.ASCII | re.IGNORECASE)
         if size is None and text != "all":

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft
 from ..drafting.p_accept import TokenClasses
-from ..drafting.planner import Planner, plan_drafts
+from ..drafting.planner import plan_drafts
 from ..drafting.tree import DraftTree
 from ..errors import OptionError
 from ..jsonl import load_json
@@ -94,7 +94,7 @@ def replay_jointly(
         on_progress: called each time an output ends.
     """
     waiting, most = iter(completions), min(concurrency, len(completions))
-    costs = cache(lambda count: FixedCosts(joint_curve(curve, count)))
+    costs = cache(FixedCosts(curve).for_sequences)
     active: list[_Output] = []
     steps: list[Step] = []
     ahead = False  # whether the last step dispatched the next one
@@ -136,12 +136,12 @@ class _Output:
 
 def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[Step, bool]:
     """Run a step of all outputs; also return whether it dispatches the next step."""
-    planners = [one.drafter for one in active if isinstance(one.drafter, Planner)]
-    if len(active) > 1 and planners:  # all drafters are of one kind
+    planners = [planner for one in active if (planner := one.drafter.planner)]
+    if len(active) > 1 and planners:
         plans = plan_drafts(dict.fromkeys(planners, MAX_DEPTH), costs, sequences=len(active))
-        proposals = [one.draft(plan) for one, plan in zip(planners, plans, strict=True)]
-    else:
-        proposals = [one.drafter.propose(MAX_DEPTH) for one in active]
+        for planner, plan in zip(planners, plans, strict=True):
+            planner.plan = plan
+    proposals = [one.drafter.propose(MAX_DEPTH) for one in active]
     # A plain step that was dispatched ahead runs first, whatever is proposed meanwhile.
     trees = [DraftTree.chain(one.last) for one in active] if ahead else proposals
     ahead = all(
@@ -156,37 +156,6 @@ def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[St
         one.last = step.tokens[-1]
         one.drafter.observe(replace(step, rows=rows, sequences=len(active)))
     return Step(rows, len(active), head), ahead
-
-
-def extended(curve: CostCurve) -> CostCurve:
-    """Extend a curve beyond its last point, for joint steps of many sequences.
-
-    There the cost rises at least in proportion to the rows. If it stayed flat, any number of
-    further rows would be free.
-    """
-    widest = curve.widest
-    points = [(rows, curve(rows)) for rows in range(1, widest + 1)]
-    return CostCurve([*points, (2 * widest, max(curve(2 * widest), 2 * curve(widest)))])
-
-
-def joint_curve(curve: CostCurve, count: int) -> CostCurve:
-    """T(rows)/T(1) of joint steps.
-
-    Here T(1) is the time of a plain step of all sequences together, and each draft token of any
-    sequence adds a row. A joint step is assumed to cost as much as one sequence's step with as many
-    rows, as :meth:`mlxspec.drafting.costs.LiveCosts.for_sequences` assumes before such steps have
-    run. The cost of attending to several contexts is left out.
-
-    Args:
-        curve: T(rows)/T(1) of one sequence.
-        count: how many sequences share a step.
-
-    Returns:
-        a curve that covers as many draft rows as ``curve``.
-    """
-    whole = extended(curve)
-    plain = whole(count)
-    return CostCurve([(1 + n, whole(count + n) / plain) for n in range(curve.widest)])
 
 
 # --- figures ---
@@ -274,7 +243,7 @@ def joint_report(
         and ``completions`` are the totals; ``tokens_per_step``, ``rows_per_step`` and
         ``sequences_per_step`` are means over the joint steps.
     """
-    whole = extended(curve)
+    whole = curve.extended()
     speedup, batching = (one.tokens / one.cost(whole) for one in (joint, plain))
     return {
         "speedup": speedup,

@@ -52,8 +52,8 @@ class VerifiedStep:
             ends earlier.
         rows: the number of rows of the step's forward, including those of other sequences.
         sequences: the number of sequences that shared the forward.
-        seconds: the wall time from the proposal to the commit, plus that of the drafter's
-            ``observe`` after the previous step; 0 if not measured.
+        seconds: the wall time from the proposal to the commit, plus what drafting took since the
+            previous step; 0 if not measured.
         drafting: ``planning`` if the drafter used the processor that also runs the forwards; 0 on a
             GPU.
         planning: the seconds that the drafter took to propose this step's draft and to learn from

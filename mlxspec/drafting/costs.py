@@ -11,7 +11,7 @@ import math
 import threading
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Self
 
@@ -70,6 +70,16 @@ class CostCurve:
         slope = (self.table[-1] - self.table[before]) / (self.widest - before)
         return self.table[-1] + slope * (rows - self.widest)
 
+    def extended(self) -> CostCurve:
+        """The curve extended beyond its last point, for joint steps of many sequences.
+
+        There the cost rises at least in proportion to the rows. If it stayed flat, any number of
+        further rows would be free.
+        """
+        widest = self.widest
+        points = [(rows, self(rows)) for rows in range(1, widest + 1)]
+        return CostCurve([*points, (2 * widest, max(self(2 * widest), 2 * self(widest)))])
+
 
 USUAL_SYNC_OVERHEAD = 0.02
 """The sync overhead that is assumed until some plain step has waited for a token (notes/planner.md,
@@ -105,6 +115,14 @@ class FixedCosts:
     def seconds(self, rows: int) -> float:
         """The time of a step in plain steps instead of seconds, which are unknown."""
         return self.curve(rows)
+
+    def for_sequences(self, count: int) -> FixedCosts:
+        """The costs of joint steps of ``count`` sequences, as :meth:`LiveCosts.for_sequences`
+        assumes before such steps have run. The cost of attending to several contexts is left out.
+        """
+        whole = self.curve.extended()
+        points = ((1 + n, whole(count + n) / whole(count)) for n in range(self.curve.widest))
+        return replace(self, curve=CostCurve(points))
 
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         """Do nothing: the costs stay as they are."""

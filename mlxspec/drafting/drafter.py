@@ -7,11 +7,14 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MlxspecError, OptionError
 from .accept import VerifiedStep
 from .tree import DraftTree
+
+if TYPE_CHECKING:
+    from .planner import Planner
 
 
 class Drafter:
@@ -36,6 +39,13 @@ class Drafter:
     is proposed. The next proposal then has to wait for a plain step. This attribute is read after
     every proposal, so it may be a property.
     """
+
+    @property
+    def planner(self) -> Planner | None:
+        """The drafter itself if it plans its drafts by their costs, else None. The planners of
+        sequences that share a step plan it together.
+        """
+        return None
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
         """Receive the target that will verify the drafts; called before :meth:`begin`.

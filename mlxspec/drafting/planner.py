@@ -311,6 +311,7 @@ class Planner(Drafter):
 
     Attributes:
         branching: as given.
+        plan: the next step's plan, if sequences that share the step have planned it together.
         policy: the current generation's policy.
         failed: whether planning has failed in the current generation.
         guide: a constrained output's :class:`mlxspec.engine.grammar.Grammar`, or None.
@@ -334,12 +335,17 @@ class Planner(Drafter):
         self._experience = experience or Experience()
 
     @property
+    def planner(self) -> Planner:
+        return self
+
+    @property
     def _all_sources(self) -> Sequence[Source | HeadSource]:
         return [*self._sources, self.head] if self.head else self._sources
 
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
         self.failed = False
+        self.plan: Plan | None = None
         self._plan = NO_PLAN
         self.policy = Policy()
         try:
@@ -399,25 +405,18 @@ class Planner(Drafter):
         return self._plan.head_time
 
     def propose(self, max_depth: int) -> DraftTree:
+        plan, self.plan = self.plan, None
         try:
-            plan = NO_PLAN
-            if not self.failed:
+            if plan is None and not self.failed:
                 (plan,) = plan_drafts({self: max_depth}, self.costs)
         except Exception as error:
             plan = Plan(fault=error)
-        return self.draft(plan)
-
-    def draft(self, plan: Plan) -> DraftTree:
-        """The draft for this planner's next step, according to its plan.
-
-        Raises:
-            Exception: the exception of a user's own drafter.
-        """
-        if plan.fault:
+        if plan and plan.fault:
             self._fails(plan.fault)
-        self._plan = NO_PLAN if plan.fault else plan
-        if plan.candidates is None or self.failed:
+        if plan is None or plan.candidates is None or self.failed:
+            self._plan = NO_PLAN
             return DraftTree.chain(self._last)
+        self._plan = plan
         return plan.candidates.tree(plan.n_draft)
 
     def _fails(self, error: Exception) -> None:

@@ -168,9 +168,15 @@ class ForcedDrafter(NoDraft):
         return forced_chain(self._last, self._forced()[:max_depth])
 
 
-def with_forced(drafter: Drafter, forced: Forced) -> Drafter:
-    """A drafter for a constrained output that also drafts the forced tokens."""
-    both = CombinedDrafter(ForcedDrafter(forced), drafter)
+def with_forced(drafter: Drafter, grammar: Any) -> Drafter:
+    """A drafter that also drafts the tokens that a grammar forces; itself without a grammar.
+
+    Args:
+        grammar: a constrained output's :class:`mlxspec.engine.grammar.Grammar`, or None.
+    """
+    if grammar is None:
+        return drafter
+    both = CombinedDrafter(ForcedDrafter(grammar.forced), drafter)
     # There is no alternative to a forced token, so merging the two never adds a branch.
     both.branching = drafter.branching
     return both

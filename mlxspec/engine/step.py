@@ -19,7 +19,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ..drafting.accept import VerifiedStep, accept
-from ..drafting.costs import Costs, LiveCosts
+from ..drafting.costs import Costs
 from ..drafting.drafter import Drafter, checked_draft
 from ..drafting.lookahead import WINDOW
 from ..drafting.planner import NO_PLAN, Plan, Planner, log_fault, plan_drafts
@@ -65,6 +65,7 @@ class Sequence:
         forward: the forward over these rows.
         ahead: the next step's forward, if the last step has already dispatched it.
         proposed: the number of draft tokens in the last proposal.
+        uncounted: the seconds that drafting has taken since the last step, which count in the next.
         fault: the exception that its drafter, processor or the like has raised. The sequence must
             then be closed.
     """
@@ -101,7 +102,7 @@ class Sequence:
         self.in_mlx_lms_chunks = in_mlx_lms_chunks
         self._steps = 0
         self._open = False
-        self._uncounted = 0.0  # seconds of the last ``observe``, which count in the next step
+        self.uncounted = 0.0
 
     def begin(self) -> None:
         """Run the prompt without its last token, which the first step runs."""
@@ -173,23 +174,17 @@ class Sequence:
             with mx.stream(generation_stream):
                 mx.eval(self.target.arrays)  # an interrupted step leaves lazy arrays
 
-    def propose(self, plan: Plan | None = None) -> None:
+    def propose(self) -> None:
         """Propose the rows of the step.
 
         If the last step has already dispatched this step's forward, that forward has a single row.
         A draft then has to wait for the next step.
-
-        Args:
-            plan: the sequence's plan, if a :class:`Batch` has planned; None asks the drafter.
         """
-        self._started = time.perf_counter() - self._uncounted
+        self._started = time.perf_counter() - self.uncounted
         max_depth = self.max_depth
-        planner = cast("Planner", self.drafter)
-        proposed = planner.draft(plan) if plan else self.drafter.propose(max_depth)
-        tree = self._fitting(proposed, max_depth)
+        tree = self._fitting(self.drafter.propose(max_depth), max_depth)
         on_gpu = mx.default_device().type == mx.gpu
-        planned = plan.seconds if plan else 0.0
-        self._planning = planned + time.perf_counter() - self._started
+        self._planning = time.perf_counter() - self._started
         self._drafting = 0.0 if on_gpu else self._planning
         self.proposed = len(tree) - 1
         self.tree = DraftTree.chain(self.last) if self.proposed and self.ahead else tree
@@ -299,7 +294,7 @@ class Sequence:
         del self.forward  # frees its arrays
         started = time.perf_counter()
         self.drafter.observe(verified)
-        self._uncounted = time.perf_counter() - started
+        self.uncounted = time.perf_counter() - started
         return verified
 
 
@@ -391,9 +386,7 @@ def each(
 
 
 def joint_step(
-    sequences: abc.Sequence[Sequence],
-    joint: Joint | None = None,
-    plans: abc.Mapping[Sequence, Plan] | None = None,
+    sequences: abc.Sequence[Sequence], joint: Joint | None = None
 ) -> list[VerifiedStep | Exception]:
     """Run one step of each sequence; all forwards are dispatched before the first result is read.
 
@@ -404,14 +397,12 @@ def joint_step(
     Args:
         sequences: sequences of one model, none of them finished.
         joint: runs the rows of all sequences in one forward; required for several sequences.
-        plans: the plans of sequences whose drafts were planned together.
 
     Returns:
         for each sequence, its step, or the exception of its drafter, processor, sampler or forward.
         A sequence with an exception must be closed; the others continue.
     """
-    plans = plans or {}
-    proposed = each(lambda sequence: sequence.propose(plans.get(sequence)), sequences)
+    proposed = each(Sequence.propose, sequences)
     waiting = [sequence for sequence in proposed if not sequence.ahead]
     try:
         ready = each(Sequence.take_ahead, [sequence for sequence in proposed if sequence.ahead])
@@ -529,7 +520,7 @@ class Batch:
     ) -> None:
         self._patient = patient
         self._joint = None if mode is JointMode.ALONE else joint_for(loaded, mode, spare)
-        self._costs_of: dict[int, LiveCosts] = {}
+        self._costs_of: dict[int, Costs] = {}
         # The numbers of sequences and rows that have run: the first step of each counts for
         # nothing, since it may compile kernels.
         self._shapes: set[tuple[int, int]] = set()
@@ -589,11 +580,15 @@ class Batch:
 
     def _step_together(self, sequences: abc.Sequence[Sequence]) -> list[VerifiedStep | Exception]:
         started = time.perf_counter()
-        planners = _planners(sequences)
-        costs, plans = None, dict.fromkeys(planners, NO_PLAN)
+        drafters = {sequence: sequence.drafter.planner for sequence in sequences}
+        planners = {one: own for one, own in drafters.items() if own and not own.failed}
+        costs, plans = None, [NO_PLAN] * len(planners)
         if planners and (planned := self._planned(lambda: self._plan(sequences, planners))):
             costs, plans = planned
-        outcomes = joint_step(sequences, self._joint, plans)
+        for (sequence, planner), plan in zip(planners.items(), plans, strict=True):
+            planner.plan = plan
+            sequence.uncounted += plan.seconds
+        outcomes = joint_step(sequences, self._joint)
         steps = [outcome for outcome in outcomes if isinstance(outcome, VerifiedStep)]
         together = [step for step in steps if step.sequences == len(sequences)]
         if costs and len(together) == len(sequences):
@@ -601,8 +596,7 @@ class Batch:
             if (len(sequences), rows) not in self._shapes:
                 self._shapes.add((len(sequences), rows))
                 return outcomes
-            plan = next(iter(plans.values()))
-            seconds = time.perf_counter() - started - plan.head_seconds
+            seconds = time.perf_counter() - started - plans[0].head_seconds
             if together[0].pipelined:  # stands for plain decoding, which has no planner
                 seconds -= min(sum(step.drafting for step in together), seconds / 2)
             self._planned(partial(costs.record, rows, seconds, together[0].pipelined))
@@ -617,17 +611,15 @@ class Batch:
         Returns:
             NaN if the cost of drafting is not measured, as with a draft model.
         """
-        planner = sequence.drafter
-        if not isinstance(planner, Planner) or not isinstance(planner.costs, LiveCosts):
+        planner, count = sequence.drafter.planner, step.sequences
+        if planner is None:
             return math.nan
-        own, count = planner.costs, step.sequences
-        rows = 1 + step.rows - count
+        own, rows = planner.costs, 1 + step.rows - count
         cost = self._planned(lambda: self._costs_for(own, count).curve(rows) + planner.head_time)
         return cost or math.nan
 
-    def _costs_for(self, own: Costs, count: int) -> LiveCosts:
+    def _costs_for(self, own: Costs, count: int) -> Costs:
         """The costs of steps that ``count`` sequences share; ``own`` are the costs of one."""
-        assert isinstance(own, LiveCosts)
         if count == 1:
             return own
         if count not in self._costs_of:
@@ -636,7 +628,7 @@ class Batch:
 
     def _plan(
         self, sequences: abc.Sequence[Sequence], planners: dict[Sequence, Planner]
-    ) -> tuple[LiveCosts, dict[Sequence, Plan]]:
+    ) -> tuple[Costs, list[Plan]]:
         """Plan the drafts of all sequences together; return the costs of their steps, and the
         plans.
         """
@@ -652,14 +644,4 @@ class Batch:
             rows_taken=sum(sequence.proposed for sequence in others),
             patient=self._patient,
         )
-        return costs, dict(zip(planners, plans, strict=True))
-
-
-def _planners(sequences: abc.Sequence[Sequence]) -> dict[Sequence, Planner]:
-    """The planners that work and whose costs learn, by sequence."""
-    return {
-        sequence: planner
-        for sequence in sequences
-        if isinstance(planner := sequence.drafter, Planner) and not planner.failed
-        if isinstance(planner.costs, LiveCosts)
-    }
+        return costs, plans

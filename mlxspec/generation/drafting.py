@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, ClassVar
 from ..corpus.answer_index import AnswerIndex
 from ..drafting.candidates import Source
 from ..drafting.costs import Costs, FixedCosts
-from ..drafting.drafter import Drafter, NoDraft, checked_drafter
+from ..drafting.drafter import Drafter, checked_drafter
 from ..drafting.experience import Experience
 from ..drafting.lookahead import LookaheadDrafter
 from ..drafting.p_accept import TokenClasses
 from ..drafting.planner import Planner, trees_pay
 from ..drafting.prompt_lookup import PromptLookupDrafter
-from ..drafting.sources import CombinedDrafter, DrafterSource
+from ..drafting.sources import CombinedDrafter, DrafterSource, with_forced
 from ..drafting.suffix_source import SuffixSource
 
 if TYPE_CHECKING:
     from typing import Self
 
+    from ..engine.grammar import Grammar
     from ..engine.loaded_model import LoadedModel
     from ..models.heads import Head
     from .decoder import Decoder
@@ -34,22 +35,34 @@ class Drafting:
     """A kind of drafting; by default none, which is plain decoding.
 
     Attributes:
-        maker: returns a generation's drafter.
+        maker: returns a generation's drafter; None for plain decoding.
     """
 
-    maker: Callable[[], Drafter] = field(default=NoDraft, kw_only=True)
+    maker: Callable[[], Drafter] | None = field(default=None, kw_only=True)
     plans: ClassVar[bool] = False
     """Whether drafts are planned by the cost of steps."""
     short_names: ClassVar[Mapping[str, str]] = {}
     """Parameters that :meth:`mlxspec.Decoder.stream` takes by a second name, too."""
 
-    def make(self, decoder: Decoder) -> Drafter:
-        """Make the drafter of one generation.
+    def new(self) -> Drafter | None:
+        """A new drafter; None for plain decoding."""
+        return checked_drafter(self.maker()) if self.maker else None
+
+    def make(self, decoder: Decoder, grammar: Grammar | None) -> Drafter | None:
+        """Make the drafter of one generation, which also drafts the tokens that a grammar forces.
 
         Args:
             decoder: the decoder whose model verifies the drafts.
+            grammar: the grammar of a constrained output, or None.
+
+        Returns:
+            None for plain decoding.
+
+        Raises:
+            MlxspecError: ``maker`` did not return a drafter.
         """
-        return self.maker()
+        drafter = self.new()
+        return drafter if drafter is None else with_forced(drafter, grammar)
 
     def with_separate_memory(self, memory_tokens: int) -> Self:
         """A copy with an empty memory of ``memory_tokens`` tokens; itself if it has no memory."""
@@ -75,14 +88,10 @@ class PromptLookup(Drafting):
     def __post_init__(self) -> None:
         self.new()
 
-    def new(self) -> Drafter:
-        """A drafter; with ``n_draft`` 0, it drafts nothing."""
+    def new(self) -> Drafter | None:
         if self.n_draft == 0:
-            return NoDraft()
+            return None
         return PromptLookupDrafter(self.n_draft, self.ngram_max, self.ngram_min)
-
-    def make(self, decoder: Decoder) -> Drafter:
-        return self.new()
 
 
 @dataclass(frozen=True)
@@ -107,13 +116,9 @@ class Lookahead(Drafting):
         self.new()
 
     def new(self) -> LookaheadDrafter:
-        """A drafter with these sizes."""
         return LookaheadDrafter(
             self.window_size, self.ngram_size, self.guess_set_size, self.pool_from_prompt
         )
-
-    def make(self, decoder: Decoder) -> Drafter:
-        return self.new()
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ class Auto(Drafting):
     def with_separate_memory(self, memory_tokens: int) -> Self:
         return replace(self, memory=AnswerIndex(memory_tokens)) if self.memory else self
 
-    def make(self, decoder: Decoder) -> Drafter:
+    def make(self, decoder: Decoder, grammar: Grammar | None) -> Drafter:
         from ..engine.draft_model import DraftModelDrafter
         from ..engine.heads import HeadDrafts
         from ..engine.target import Capability
@@ -181,7 +186,8 @@ class Auto(Drafting):
             experience=experience,
         )
         if draft_model:
-            return CombinedDrafter(planner, draft_model)
+            return with_forced(CombinedDrafter(planner, draft_model), grammar)
+        planner.guide = grammar
         if trained := decoder.loaded.trained_head:
             planner.head = HeadDrafts(trained, trained.experience)
         return planner

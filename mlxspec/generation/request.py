@@ -13,9 +13,7 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import StreamingDetokenizer
 
 from ..drafting.accept import VerifiedStep
-from ..drafting.drafter import Drafter, NoDraft, checked_drafter
-from ..drafting.planner import Planner
-from ..drafting.sources import with_forced
+from ..drafting.drafter import Drafter, NoDraft
 from ..engine import step as steps
 from ..engine.prompt_cache import CacheLease
 from ..engine.sampling import Chooser
@@ -137,7 +135,8 @@ class Request:
         prompt: token ids.
         max_tokens: the most tokens to generate.
         options: as for :meth:`mlxspec.Decoder.stream`; the request checks them.
-        make_drafter: makes the drafter when the request starts.
+        make_drafter: makes the drafter when the request starts, given the output's grammar, if any;
+            None for plain decoding.
         receive: called with each response.
 
     Raises:
@@ -174,7 +173,7 @@ class Request:
         prompt: Sequence[int],
         max_tokens: int,
         options: GenerationOptions,
-        make_drafter: Callable[[], Drafter],
+        make_drafter: Callable[[Grammar | None], Drafter | None],
         receive: Callable[[GenerationResponse], object] = lambda response: None,
     ) -> None:
         check_names(options)
@@ -224,13 +223,16 @@ class Request:
         """Take the caches, and make the sequence, whose prompt has not run yet.
 
         Raises:
-            MlxspecError: ``make_drafter`` did not return a drafter.
+            MlxspecError: the user's function for drafters did not return one.
             OptionError, FileError: the caches cannot be used.
         """
         decoder = self.decoder
         self.state = State.PREFILL
         grammar = self.constraint.begin(self.max_tokens) if self.constraint else None
-        drafter = self._new_drafter(grammar)
+        made = self.make_drafter(grammar) if self.takes_drafts else None
+        drafter = NoDraft() if made is None else made
+        if decoder.wrap_drafter:
+            drafter = decoder.wrap_drafter(drafter)
         self.output = OutputText(
             decoder.new_detokenizer(), self.stop_tokens, self.stop, self.max_tokens
         )
@@ -248,18 +250,6 @@ class Request:
         )
         self.prefilled = self.n_cached
         self._prefill_started = time.perf_counter()
-
-    def _new_drafter(self, grammar: Grammar | None) -> Drafter:
-        """Make the drafter, which also drafts tokens that the grammar forces."""
-        decoder = self.decoder
-        drafter: Drafter = NoDraft()
-        if self.takes_drafts:
-            drafter = checked_drafter(self.make_drafter())
-        if isinstance(drafter, Planner):
-            drafter.guide = grammar
-        elif grammar and not isinstance(drafter, NoDraft):
-            drafter = with_forced(drafter, grammar.forced)
-        return decoder.wrap_drafter(drafter) if decoder.wrap_drafter else drafter
 
     def _take_target(self, branching: bool) -> Target:
         """Take the target, with caches that can verify drafts, including trees if ``branching``.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -28,6 +28,9 @@ from ..generation.decoder import Decoder
 from ..generation.drafting import Auto
 from ..generation.session import MARKS
 from .prefix_cache import PrefixCache
+
+if TYPE_CHECKING:
+    from ..engine.grammar import Grammar
 
 _STEP = 256  # positions by which caches grow
 _SLACK = 16 + _STEP  # positions that a window's cache may hold beyond the window
@@ -212,18 +215,21 @@ class ServedModel:
         tokenizer = self.decoder.tokenizer
         return [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
 
-    def make_drafter(self, prediction: Sequence[int], partition: str) -> Drafter:
+    def make_drafter(
+        self, prediction: Sequence[int], partition: str, grammar: Grammar | None
+    ) -> Drafter | None:
         """The drafter of one generation; called only in the worker's thread.
 
         Args:
             prediction: token ids that the client expects as output.
             partition: the client's key if there are several. Drafts come only from its answers.
+            grammar: the grammar of a constrained output.
         """
         decoder = self._decoder_of(partition)
         drafting = decoder.drafting
         if isinstance(drafting, Auto):
             drafting = replace(drafting, prediction=prediction)
-        return drafting.make(decoder)
+        return drafting.make(decoder, grammar)
 
     def _decoder_of(self, partition: str) -> Decoder:
         if not partition:

@@ -24,8 +24,7 @@ def proposal(drafter: Drafter, text: Sequence[int], fed: int = 3) -> list[int]:
     """Return the draft after ``text``, whose last tokens arrive one by one."""
     known = []
 
-    class Spy:
-        pipelined, branching = False, drafter.branching
+    class Spy(Drafter):
         begin, observe, end = drafter.begin, drafter.observe, drafter.end
 
         def propose(self, max_depth: int):

@@ -1,27 +1,26 @@
 """The steps and figures of a replay, against values worked out by hand."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from mlxspec.bench.replay import Replayed, Step, replay, replay_report
 from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.costs import CostCurve
-from mlxspec.drafting.drafter import NoDraft
+from mlxspec.drafting.drafter import Drafter, NoDraft
 from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.drafting.tree import DraftTree
 
 
-class Scripted:
+class Scripted(Drafter):
     """Proposes given trees in turn and records the steps that it observes."""
-
-    pipelined = False
-    branching = True
 
     def __init__(self, *trees: DraftTree) -> None:
         self.trees = list(trees)
         self.steps: list[VerifiedStep] = []
         self.ended = False
 
-    def begin(self, prompt: list[int]) -> None:
+    def begin(self, prompt: Sequence[int]) -> None:
         self.last = prompt[-1]
 
     def propose(self, max_depth: int) -> DraftTree:

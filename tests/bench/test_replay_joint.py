@@ -12,14 +12,12 @@ from mlxspec.bench.replay import (
     Replayed,
     Step,
     compare,
-    extended,
-    joint_curve,
     joint_report,
     replay,
     replay_jointly,
     verdict,
 )
-from mlxspec.drafting.costs import CostCurve
+from mlxspec.drafting.costs import CostCurve, FixedCosts
 from mlxspec.drafting.drafter import Drafter, NoDraft
 from mlxspec.drafting.tree import DraftTree
 from tests.bench.test_replay import Scripted, of_rows
@@ -118,7 +116,7 @@ def test_planners_share_rows_where_they_pay() -> None:
         joint = replay_jointly(work, lambda output, c=curve: suffix_planner(c), curve, 3)
         plain = replay_plain_batch(work, 3)
         assert joint.tokens == plain.tokens == 72 + 60 + 60
-        faster = plain.cost(extended(curve)) / joint.cost(extended(curve))
+        faster = plain.cost(curve.extended()) / joint.cost(curve.extended())
         assert faster > 1.1 if gains else faster >= 0.98
 
 
@@ -147,7 +145,7 @@ class Watched(NoDraft):
 
 
 def test_a_joint_plain_step_is_the_unit_of_joint_costs() -> None:
-    curve = joint_curve(CostCurve([(1, 1), (2, 1.5), (4, 3), (8, 4)]), 2)
+    curve = FixedCosts(CostCurve([(1, 1), (2, 1.5), (4, 3), (8, 4)])).for_sequences(2).curve
     assert curve.widest == 8
     assert curve(1) == 1
     assert curve(3) == pytest.approx(3 / 1.5)
@@ -157,15 +155,7 @@ def test_a_joint_plain_step_is_the_unit_of_joint_costs() -> None:
 
 def test_one_sequence_has_the_curve_itself() -> None:
     curve = CostCurve([(1, 1), (3, 1.1), (16, 2)])
-    assert joint_curve(curve, 1).table == pytest.approx(curve.table)
-
-
-def test_rows_beyond_a_curve_cost_at_least_their_share() -> None:
-    flat_end = extended(CostCurve([(1, 1), (4, 2), (8, 2)]))
-    assert [flat_end(rows) for rows in (8, 12, 16, 32)] == pytest.approx([2, 3, 4, 8])
-    steep_end = extended(CostCurve([(1, 1), (4, 1), (8, 9)]))
-    assert steep_end(12) == pytest.approx(17)
-    assert extended(CostCurve([(1, 1)]))(5) == 5
+    assert FixedCosts(curve).for_sequences(1).curve.table == pytest.approx(curve.table)
 
 
 def test_speeds_are_against_one_plain_sequence() -> None:

@@ -218,7 +218,7 @@ class Lent(Request):
         options: Any,
         ended: list[list[int]],
     ) -> None:
-        super().__init__(decoder, prompt, n, options, lambda: PromptLookupDrafter(4, 2, 1))
+        super().__init__(decoder, prompt, n, options, lambda _: PromptLookupDrafter(4, 2, 1))
         self._cache, self._ended = cache, ended
 
         self.at_end = self._end

@@ -30,6 +30,14 @@ def test_of_one_point_costs_are_the_rows() -> None:
     assert curve(3) == 3
 
 
+def test_rows_beyond_an_extended_curve_cost_at_least_their_share() -> None:
+    flat_end = CostCurve([(1, 1), (4, 2), (8, 2)]).extended()
+    assert [flat_end(rows) for rows in (8, 12, 16, 32)] == pytest.approx([2, 3, 4, 8])
+    steep_end = CostCurve([(1, 1), (4, 1), (8, 9)]).extended()
+    assert steep_end(12) == pytest.approx(17)
+    assert CostCurve([(1, 1)]).extended()(5) == 5
+
+
 @pytest.mark.parametrize(
     "points",
     [

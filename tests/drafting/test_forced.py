@@ -65,7 +65,7 @@ def text_of(candidates: DraftTree, node: int) -> str:
 @pytest.mark.parametrize("branching", [True, False])
 def test_forced_tokens_come_first_and_each_drafter_sees_its_own(branching: bool) -> None:
     own = Fixed(chain("abx"), branching)
-    drafter = with_forced(own, Spelled("abc").forced)
+    drafter = with_forced(own, Spelled("abc"))
     assert drafter.branching == branching
     drafter.begin([0])
     tree = drafter.propose(8)

@@ -311,7 +311,9 @@ def test_heads_of_a_joint_step_run_together() -> None:
     plans = plan_drafts(depths, joint_costs(4), sequences=4)
     assert [head.runs for head in heads] == [[(4, 3)]] * 3
     assert {plan.head_time for plan in plans} == {0.2}
-    trees = [planner.draft(plan) for planner, plan in zip(planners, plans, strict=True)]
+    for planner, plan in zip(planners, plans, strict=True):
+        planner.plan = plan
+    trees = [planner.propose(64) for planner in planners]
     assert [len(tree) for tree in trees] == [5, 5, 3]  # no deeper than its output may be
     charged = sum(plan.charge for plan in plans)
     assert charged == pytest.approx(3 + 4 * (0.2 + FLAT(11) - 1))  # charged to all who wait

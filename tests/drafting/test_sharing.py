@@ -28,7 +28,9 @@ TEXT = list(range(100, 130)) * 2 + list(range(100, 110))
 def trees(planners: Sequence[Planner], costs: Costs, **options: Any) -> list[DraftTree]:
     """Return the drafts that are planned together."""
     plans = plan_drafts(dict.fromkeys(planners, 64), costs, **options)
-    return [planner.draft(plan) for planner, plan in zip(planners, plans, strict=True)]
+    for planner, plan in zip(planners, plans, strict=True):
+        planner.plan = plan
+    return [planner.propose(64) for planner in planners]
 
 
 def drafts(*planners: Planner) -> list[int]:
