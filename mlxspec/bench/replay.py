@@ -34,12 +34,12 @@ class Step(NamedTuple):
     Attributes:
         rows: how many rows the target verified for all sequences.
         sequences: how many sequences shared the step.
-        head: the time that trained heads took before the step, in plain joint steps.
+        head_time: the time that trained heads took before the step, in plain joint steps.
     """
 
     rows: int
     sequences: int = 1
-    head: float = 0.0
+    head_time: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Replayed:
 
     def cost(self, curve: Callable[[int], float]) -> float:
         """The time of all steps under a cost curve, in plain steps of one sequence."""
-        return sum(curve(step.rows) + step.head * curve(step.sequences) for step in self.steps)
+        return sum(curve(step.rows) + step.head_time * curve(step.sequences) for step in self.steps)
 
 
 def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter) -> Replayed:

@@ -159,7 +159,7 @@ def accepted_by_origin(steps: Sequence[RecordedStep]) -> str:
 def planning_share(steps: Sequence[RecordedStep]) -> float:
     """The share of the steps' time that planning drafts and learning from steps took."""
     seconds = sum(step.verified.seconds for step in steps)
-    return sum(step.verified.planning for step in steps) / seconds if seconds else 0.0
+    return sum(step.verified.planning_seconds for step in steps) / seconds if seconds else 0.0
 
 
 # --- the drawing ---

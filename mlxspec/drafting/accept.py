@@ -54,10 +54,10 @@ class VerifiedStep:
         sequences: the number of sequences that shared the forward.
         seconds: the wall time from the proposal to the commit, plus what drafting took since the
             previous step; 0 if not measured.
-        drafting: ``planning`` if the drafter used the processor that also runs the forwards; 0 on a
-            GPU.
-        planning: the seconds that the drafter took to propose this step's draft and to learn from
-            the previous step; of a joint plan, the sequence's share.
+        planning_seconds: what drafting took to propose this step's draft and to learn from the
+            previous step; of a joint plan, the sequence's share.
+        blocking_seconds: ``planning_seconds`` if drafting used the processor that also runs the
+            forwards; 0 on a GPU.
         pipelined: whether the previous step dispatched this step's forward.
         ahead: whether this step dispatched the next step's forward.
         context: the number of the context's positions, including ``tokens``.
@@ -73,8 +73,8 @@ class VerifiedStep:
     rows: int = 1
     sequences: int = 1
     seconds: float = 0.0
-    drafting: float = 0.0
-    planning: float = 0.0
+    planning_seconds: float = 0.0
+    blocking_seconds: float = 0.0
     pipelined: bool = False
     ahead: bool = False
     context: int = 0
@@ -105,5 +105,5 @@ def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
         choices=tuple(step.choices[row] for row in rows),
         argmaxes=tuple(step.argmaxes[row] for row in rows),
         accepted=tuple(own[node] for node in step.accepted if node in own),
-        planning=0.0,  # unknown, since the other drafters took a part of it
+        planning_seconds=0.0,  # unknown, since the other drafters took a part of it
     )

@@ -39,11 +39,11 @@ class Source:
     source in :class:`.sources.DrafterSource`.
 
     Attributes:
-        spent: the seconds that a user's drafter has taken in the current step.
+        spent_seconds: the time that a user's drafter has taken in the current step.
         fault: the exception that a user's drafter has raised; it is not a fault of planning.
     """
 
-    spent: float = 0.0
+    spent_seconds: float = 0.0
     fault: Exception | None = None
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:

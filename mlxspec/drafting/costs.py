@@ -33,8 +33,8 @@ class CostCurve:
         rows: the numbers of rows of the points.
         widest: the most rows with a known cost; no wider draft is planned.
         table: ``table[rows]`` is the cost for 1 <= rows <= widest; ``table[0]`` is 0.
-        cheapest_rows: ``cheapest_rows[n]`` is the lowest cost per additional row when rows are
-            added to 1 + n, however many; infinite at the end.
+        row_costs: ``row_costs[n]`` is the lowest cost per additional row when rows are added to
+            1 + n, however many; infinite at the end.
 
     Raises:
         OptionError: the points do not form such a curve.
@@ -60,7 +60,7 @@ class CostCurve:
         further = at - everywhere[:, None]
         slopes = np.full(further.shape, np.inf)
         np.divide(known - table[:, None], further, out=slopes, where=further > 0)
-        self.cheapest_rows: list[float] = slopes.min(axis=1).tolist()
+        self.row_costs: list[float] = slopes.min(axis=1).tolist()
 
     def __call__(self, rows: int) -> float:
         """The cost of a step over ``rows`` rows. Beyond ``widest``, the last slope continues."""
@@ -96,12 +96,14 @@ class FixedCosts:
         sync_overhead: the time that a plain step takes longer than a pipelined one if its forward
             is dispatched only after the last token was read, as a share of the pipelined step.
         wants_plain_steps: whether plain steps should run between drafted ones, to measure them.
+        plain_seconds: the wall time of a pipelined plain step, T(1); a second if nothing is timed.
         steps: the number of steps recorded; always 0.
     """
 
     curve: CostCurve
     sync_overhead: float = USUAL_SYNC_OVERHEAD
     wants_plain_steps: bool = False
+    plain_seconds: float = 1.0
     steps: int = 0
 
     @property
@@ -111,10 +113,6 @@ class FixedCosts:
 
     def move_to(self, context: int) -> None:
         """Do nothing: the costs hold for all contexts."""
-
-    def seconds(self, rows: int) -> float:
-        """The time of a step in plain steps instead of seconds, which are unknown."""
-        return self.curve(rows)
 
     def for_sequences(self, count: int) -> FixedCosts:
         """The costs of joint steps of ``count`` sequences, as :meth:`LiveCosts.for_sequences`
@@ -198,7 +196,7 @@ class _Rows:
     """What is known about steps with one number of rows.
 
     Attributes:
-        times: the seconds as measured, by context length.
+        seconds: as measured, by context length.
         value: the logarithm of the correction that steps have shown.
         variance: the variance of ``value``.
         power: the factor of the shared exponent.
@@ -207,7 +205,7 @@ class _Rows:
         off: the number of consecutive outliers among the latest steps.
     """
 
-    times: list[float]
+    seconds: list[float]
     variance: float
     value: float = 0.0
     power: float = 0.0
@@ -313,9 +311,9 @@ class LiveTimes:
         """
         return math.sqrt(max(self._covariance[1][1], 0.0))
 
-    def seconds(self, rows: int, context: int) -> float:
-        """The predicted wall time of a step."""
-        return self.slowdown * self._time(self._plain, context) * self.curve(context)(rows)
+    def plain_seconds(self, context: int) -> float:
+        """The predicted wall time of a pipelined plain step, T(1)."""
+        return self.slowdown * self._seconds(self._plain, context)
 
     def record(self, rows: int, context: int, seconds: float) -> None:
         """Learn from a step over ``rows`` rows; 1 is a pipelined plain step."""
@@ -332,12 +330,12 @@ class LiveTimes:
             parts = 1.0, 1.0, own.power
             own.variance += _ROWS_CHANGE
             covariance = _plus(covariance, _DRAFTED_CHANGE, _DRAFTED)
-        expected = math.log(self._time(own, context)) + _dot(parts, self._shared) + own.value
+        expected = math.log(self._seconds(own, context)) + _dot(parts, self._shared) + own.value
         error = math.log(seconds) - expected
         doubt = self._doubt_of(rows)
         # Rounding can make a small variance slightly negative.
         alone = own.variance + doubt + self._noise
-        variance = max(_dot(parts, _times(covariance, parts)), 0.0) + alone
+        variance = max(_dot(parts, _product(covariance, parts)), 0.0) + alone
         if own.latest is not None:
             self._learn_noise(error - own.latest)
         own.latest = error
@@ -356,7 +354,7 @@ class LiveTimes:
             variance += _MACHINE_VARIANCE
         own.off = self._off = 0
         # The error is divided among all terms of the step's time; uncertain terms take most of it.
-        gain, shared = error / variance, _times(covariance, parts)
+        gain, shared = error / variance, _product(covariance, parts)
         self._shared = [term + gain * own for term, own in zip(self._shared, shared, strict=True)]
         self._covariance = _plus(covariance, -1 / variance, shared)
         own.value += own.variance * gain
@@ -398,11 +396,11 @@ class LiveTimes:
         exponent = max(self._covariance[2][2], 0.0)
         found = {}
         for context in self._contexts:
-            plain = self._time(self._plain, context)
+            plain = self._seconds(self._plain, context)
             times = [KnownTime(1, plain, self.stddev)]
             for rows, own in sorted(self._rows.items()):
                 if assumed or rows <= self._measured or own.latest is not None:
-                    seconds = self._time(own, context) * math.exp(self._correction(own))
+                    seconds = self._seconds(own, context) * math.exp(self._correction(own))
                     # Without the doubt, short processes would trust wrong times for ever.
                     doubt = self._doubt_of(rows) / _OWN_SHARE
                     variance = own.variance + doubt + exponent * own.power**2
@@ -410,13 +408,13 @@ class LiveTimes:
             found[context] = times
         return found
 
-    def _time(self, own: _Rows, context: int) -> float:
-        """The measured time at a context length."""
-        if len(own.times) == 1 or context <= self._contexts[0]:
-            return own.times[0]
+    def _seconds(self, own: _Rows, context: int) -> float:
+        """The measured seconds at a context length."""
+        if len(own.seconds) == 1 or context <= self._contexts[0]:
+            return own.seconds[0]
         end = min(bisect(self._contexts, context), len(self._contexts) - 1)
         start, stop = self._contexts[end - 1], self._contexts[end]
-        low, high = own.times[end - 1], own.times[end]
+        low, high = own.seconds[end - 1], own.seconds[end]
         return low + (high - low) * (context - start) / (stop - start)
 
     def _correction(self, own: _Rows) -> float:
@@ -431,11 +429,11 @@ class LiveTimes:
     def _both(self, context: int) -> tuple[CostCurve, CostCurve]:
         """The curve and the hopeful curve at a context length."""
         if context not in self._curves:
-            plain = self._time(self._plain, context)
+            plain = self._seconds(self._plain, context)
             known = sorted(self._rows.items())
             costs = _rising(
                 (
-                    self._time(own, context) / plain * math.exp(own.in_curve),
+                    self._seconds(own, context) / plain * math.exp(own.in_curve),
                     own.variance + self._doubt_of(rows),
                 )
                 for rows, own in known
@@ -453,7 +451,7 @@ class LiveTimes:
         if rows > self._reach:
             return 0.0
         parts = 0.0, 1.0, own.power
-        shared = _dot(parts, _times(self._covariance, parts))
+        shared = _dot(parts, _product(self._covariance, parts))
         variance = own.variance + self._doubt_of(rows) + shared
         return _HOPE * max(math.sqrt(max(variance, 0.0)) - _USUAL_ERROR, 0.0)
 
@@ -466,15 +464,15 @@ class LiveTimes:
         if rows > self._measured and self._measured < _WIDE:
             last = self._rows.get(self._measured, self._plain)
             variance, power = last.variance + _UNSEEN_VARIANCE, math.log(rows / self._measured)
-            return _Rows(last.times, variance, last.value, power)
+            return _Rows(last.seconds, variance, last.value, power)
         # The times of the curves, without the corrections that all rows share.
         common = math.exp(self._shared[1])
-        times = [
-            self._time(self._plain, context) * self.curve(context)(rows) / common
+        seconds = [
+            self._seconds(self._plain, context) * self.curve(context)(rows) / common
             for context in self._contexts
         ]
         variance = max((own.variance for own in self._rows.values()), default=0.0)
-        return _Rows(times, variance + _UNSEEN_VARIANCE)
+        return _Rows(seconds, variance + _UNSEEN_VARIANCE)
 
     def _learn_noise(self, difference: float) -> None:
         """Learn the noise from the difference of two steps with the same number of rows, in which
@@ -495,7 +493,7 @@ def _dot(one: Sequence[float], other: Sequence[float]) -> float:
     return one[0] * other[0] + one[1] * other[1] + one[2] * other[2]
 
 
-def _times(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float]:
+def _product(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float]:
     return [_dot(row, vector) for row in matrix]
 
 
@@ -642,10 +640,11 @@ class LiveCosts:
         with self._lock:
             return self._live.hopeful(self._context)
 
-    def seconds(self, rows: int) -> float:
-        """The predicted wall time of a step over ``rows`` rows."""
+    @property
+    def plain_seconds(self) -> float:
+        """The predicted wall time of a pipelined plain step, T(1)."""
         with self._lock:
-            return self._live.seconds(rows, self._context)
+            return self._live.plain_seconds(self._context)
 
     @property
     def sync_overhead(self) -> float:
@@ -690,7 +689,7 @@ class LiveCosts:
                 # A run of plain steps has ended. The overhead shows in the step that waited and the
                 # last pipelined step.
                 run = [self._last_waiting] if before is None else [self._last_waiting, before]
-                surplus = sum(run) / self.seconds(1) - len(run)
+                surplus = sum(run) / self.plain_seconds - len(run)
                 surplus = min(max(surplus, -_MOST_OVERHEAD), _MOST_OVERHEAD)
                 self._live.overhead += _OVERHEAD_RATE * (surplus - self._live.overhead)
             self._last_waiting = seconds if rows == 1 else None
@@ -699,8 +698,8 @@ class LiveCosts:
                 return
             seconds = before  # of the previous step, which was not the last of its run
             self._plain_steps += 1
-            surplus = self._plain_steps - _PLAIN_STEPS_PER_LESSON
-            if surplus > 0 and surplus % _PLAIN_STEPS_PER_LESSON:
+            steps = self._plain_steps
+            if steps > _PLAIN_STEPS_PER_LESSON and steps % _PLAIN_STEPS_PER_LESSON:
                 return
         else:
             self._plain_steps = 0

@@ -187,33 +187,33 @@ def measure(
 
 
 def _predicted(samples: dict[int, list[float]], rows: int) -> float:
-    """The time of a step as predicted from the measurements so far."""
+    """The seconds of a step as predicted from the measurements so far."""
     measured = max(known for known in samples if known <= rows)
     return min(samples[measured]) * rows / measured
 
 
-def _summary(rows: int, times: list[float], spread: float) -> KnownTime:
-    """T(rows): the lower quartile of ``times``, or their minimum if there are only a few.
+def _summary(rows: int, seconds: list[float], spread: float) -> KnownTime:
+    """T(rows): the lower quartile of ``seconds``, or their minimum if there are only a few.
 
     Other programs can only make steps longer. If they delay every other step, the quartile is still
     the time of an undisturbed one.
 
     Args:
         rows: the number of rows.
-        times: the measured seconds.
+        seconds: the measured times.
         spread: the relative scatter of plain steps; if there are only a few times, a single one is
             at least this uncertain.
     """
-    times = [max(STEP_SECONDS[0], seconds) for seconds in times]  # a coarse clock may return 0
-    if len(times) < _FEW:
-        error = max(_ERROR_OF_ONE, spread) / math.sqrt(len(times))
-        return KnownTime(rows, min(times), error / _CONFIDENCE, len(times))
-    low, _, _ = quantiles(times, n=4, method="inclusive")
+    seconds = [max(STEP_SECONDS[0], one) for one in seconds]  # a coarse clock may return 0
+    if len(seconds) < _FEW:
+        error = max(_ERROR_OF_ONE, spread) / math.sqrt(len(seconds))
+        return KnownTime(rows, min(seconds), error / _CONFIDENCE, len(seconds))
+    low, _, _ = quantiles(seconds, n=4, method="inclusive")
     # The number of times below the true quartile has a binomial distribution, whatever that of the
     # times. So the quartile is between two of the sorted times with a probability of 95 %. A few
     # times that other programs have lengthened are beyond both.
-    ordered, mean = sorted(times), len(times) / 4
+    ordered, mean = sorted(seconds), len(seconds) / 4
     reach = _CONFIDENCE * math.sqrt(mean * 3 / 4)
-    first, last = max(1, round(mean - reach)), min(len(times), round(mean + reach))
+    first, last = max(1, round(mean - reach)), min(len(seconds), round(mean + reach))
     error = (ordered[last - 1] - ordered[first - 1]) / 2 / low
-    return KnownTime(rows, low, error / _CONFIDENCE, len(times))
+    return KnownTime(rows, low, error / _CONFIDENCE, len(seconds))

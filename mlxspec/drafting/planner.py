@@ -108,7 +108,7 @@ class Policy:
         gain: float,
         probing: bool,
         charge: float | None = None,
-        planning: float = 0.0,
+        planning_time: float = 0.0,
     ) -> None:
         """Account for a completed step.
 
@@ -119,7 +119,7 @@ class Policy:
             probing: whether plain steps are wanted.
             charge: the amount to withdraw from the guard's bank if several sequences share the
                 step; by default the step's cost.
-            planning: the time that planning took, in plain steps.
+            planning_time: the time that planning took, in plain steps.
         """
         emitted = len(step.tokens)
         self.ahead = step.ahead
@@ -127,11 +127,11 @@ class Policy:
         self.gain += _CHANGE * (gain - self.gain)
         self.rate += _CHANGE * (emitted / cost - self.rate)
         # Alone, the cost of a draft was measured together with its planning.
-        unpaid = 0.0 if step.sequences == 1 and step.drafted else planning
+        unpaid = 0.0 if step.sequences == 1 and step.drafted else planning_time
         self.bank += _INCOME * emitted - (cost if charge is None else charge) - unpaid
         # Below 0 nothing was searched. The rest of planning takes time in every step. If it were
         # charged, the budget of a fast model would never rise above 0 again.
-        searching = planning if self.budget >= 0 else 0.0
+        searching = planning_time if self.budget >= 0 else 0.0
         budget = self.budget + _PLANNING + gain - searching
         self.budget = min(max(budget, -_MOST_BUDGET), _MOST_BUDGET)
         patience = self.patience + _PATIENCE_PER_STEP + emitted - cost
@@ -266,7 +266,8 @@ class Plan(NamedTuple):
         charge: the part of a joint step's time that the sequence's guard pays, in plain steps.
         head_time: the expected time that trained heads took before the step, in plain steps.
         head_seconds: the measured time that they took, in seconds.
-        seconds: the sequence's share of the time that planning a joint step took, in seconds.
+        planning_seconds: the sequence's share of the measured time that planning a joint step
+            took, in seconds.
         fault: the exception raised while planning.
     """
 
@@ -278,7 +279,7 @@ class Plan(NamedTuple):
     charge: float = 1.0
     head_time: float = 0.0
     head_seconds: float = 0.0
-    seconds: float = 0.0
+    planning_seconds: float = 0.0
     fault: Exception | None = None
 
     @property
@@ -470,15 +471,15 @@ class Planner(Drafter):
                 self._fails(error)
 
     def _learn(self, step: VerifiedStep) -> None:
-        spent = sum(source.spent for source in self._sources)
+        spent_seconds = sum(source.spent_seconds for source in self._sources)
         if step.pipelined:  # this step's time stands for plain decoding, which has no planner
-            spent = max(spent, min(step.drafting, step.seconds / 2))
+            spent_seconds = max(spent_seconds, min(step.blocking_seconds, step.seconds / 2))
         # This comes first, since with a caller's cache the context is longer than the prompt.
         self.costs.move_to(step.context)
         plan, costs, charge = self._plan, self._plan.joint or self.costs, None
         # Even a step that was planned alone can share a forward that was dispatched ahead.
         if not plan.joint and step.sequences == 1:
-            seconds = step.seconds - spent - plan.head_seconds
+            seconds = step.seconds - spent_seconds - plan.head_seconds
             self.costs.record(step.rows, seconds, step.pipelined)
         if plan.joint:
             drafted = step.rows - step.sequences
@@ -489,10 +490,10 @@ class Planner(Drafter):
         cost += plan.head_time
         probing = costs.wants_plain_steps
         # While one sequence plans, all wait. The time of heads is part of the cost.
-        spent = step.planning - (0.0 if plan.joint else plan.head_seconds)
-        planning = step.sequences * max(spent, 0.0) / costs.seconds(1)
+        planning_seconds = step.planning_seconds - (0.0 if plan.joint else plan.head_seconds)
+        planning_time = step.sequences * max(planning_seconds, 0.0) / costs.plain_seconds
         self.policy.settle(
-            step, cost, gain=plan.gain, probing=probing, charge=charge, planning=planning
+            step, cost, gain=plan.gain, probing=probing, charge=charge, planning_time=planning_time
         )
         for source in self._all_sources:
             source.observe(step)
@@ -519,7 +520,7 @@ class Planner(Drafter):
         if not len(candidates):
             return (
                 "no continuation is likely enough here for rows that cost "
-                f"{costs.hopeful.cheapest_rows[0]:.2f} plain steps each"
+                f"{costs.hopeful.row_costs[0]:.2f} plain steps each"
             )
         if policy.probes:
             return "a plain step, to measure its time"
@@ -582,7 +583,7 @@ def plan_drafts(
             gain=part * gain - plan.head_time,
             pipelined=pipelined,
             joint=costs if sequences > 1 else None,
-            seconds=seconds if sequences > 1 else 0.0,  # alone, the step measures it
+            planning_seconds=seconds if sequences > 1 else 0.0,  # alone, the step measures it
             charge=plan.charge + part * step.more_time(n_draft),
         )
         for index, (plan, part) in enumerate(zip(plans, parts, strict=True))
@@ -649,7 +650,7 @@ class JointPlan:
         for planner, depth, weight in zip(self._planners, self._depths, self._weights, strict=True):
             scale = self._sequences / weight  # since a row takes the time of all sequences
             try:
-                plans.append(Plan(planner.search(depth, self._curve.cheapest_rows, scale)))
+                plans.append(Plan(planner.search(depth, self._curve.row_costs, scale)))
             except Exception as error:  # the other planners continue
                 plans.append(Plan(fault=error))
         return plans
@@ -672,7 +673,7 @@ class JointPlan:
         owners, expected = list[int](), [float(self._sequences)]
         best = expected[0] / self._table[1]
         price = min(price_of_time(best, self._rate), best)
-        cheapest = self._curve.cheapest_rows[self._taken :]
+        cheapest = self._curve.row_costs[self._taken :]
         while heap and len(owners) < self._max_nodes:
             negative_gain, index = heap[0]
             if -negative_gain <= price * cheapest[len(owners)]:
@@ -723,8 +724,7 @@ class JointPlan:
 
     def _time_of_heads(self, depth: int, heads: Sequence[HeadSource]) -> float:
         """The expected time of a draft for several sequences, in plain steps."""
-        seconds = heads[0].experience.seconds(depth, len(heads))
-        return seconds / self._costs.seconds(1)
+        return heads[0].experience.seconds(depth, len(heads)) / self._costs.plain_seconds
 
     def _depth_of_heads(self, plans: Sequence[Plan], heads: Mapping[int, HeadSource]) -> int:
         """The depth to which heads should draft, according to their experience; 0 for not at all.

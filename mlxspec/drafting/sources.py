@@ -45,7 +45,7 @@ class DrafterSource(Source):
         self._tree: DraftTree | None = None
         with self._asking():
             self._drafter.begin(list(prompt))
-        self.spent = 0.0
+        self.spent_seconds = 0.0
 
     def search(self, max_depth: int) -> Sequence[TreeNode]:
         with self._asking():
@@ -63,7 +63,7 @@ class DrafterSource(Source):
                 self._learn(tree, step.tokens)
             step = view(step, tree)
         self._last = step.tokens[-1]
-        self.spent = 0.0
+        self.spent_seconds = 0.0
         with self._asking():  # this time counts in the next step
             self._drafter.observe(step)
 
@@ -81,7 +81,7 @@ class DrafterSource(Source):
             self.fault = error
             raise
         finally:
-            self.spent += time.perf_counter() - started
+            self.spent_seconds += time.perf_counter() - started
 
     def _estimate(self, tree: DraftTree) -> list[float]:
         """For each node except the root, the probability that it is accepted."""

@@ -343,24 +343,24 @@ class ModelSteps:
         Returns:
             None if there was no time to find out; attention is then not split.
         """
-        times: dict[int | None, list[float]] = {None: [], 0: []}
+        seconds: dict[int | None, list[float]] = {None: [], 0: []}
         for least in (None, 0) * _SPLIT_TRIES:
             if time.perf_counter() < end:
                 split_attention(self._loaded, least)
-                times[least].append(self.drafted(_SPLIT_ROWS))
-        known = len(times[0]) > 1
-        pays = known and min(times[0][1:]) < _SPLIT_GAIN * min(times[None][1:])
+                seconds[least].append(self.drafted(_SPLIT_ROWS))
+        known = len(seconds[0]) > 1
+        pays = known and min(seconds[0][1:]) < _SPLIT_GAIN * min(seconds[None][1:])
         split_attention(self._loaded, 0 if pays else None)
         return pays if known else None
 
     def plain(self, tokens: int) -> list[float]:
-        """The times of ``tokens`` pipelined plain steps, in seconds."""
-        times: list[float] = []
-        while len(times) < tokens:
+        """The seconds of each of ``tokens`` pipelined plain steps."""
+        measured: list[float] = []
+        while len(measured) < tokens:
             seconds, verified = self._step([1] * len(self._sequences), pipelined=True)
             if verified.pipelined:
-                times.append(seconds)
-        return times
+                measured.append(seconds)
+        return measured
 
     def drafted(self, rows: int) -> float:
         """The seconds of one whole drafted step: proposal, forward, reading, acceptance, commit.

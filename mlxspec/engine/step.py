@@ -184,8 +184,8 @@ class Sequence:
         max_depth = self.max_depth
         tree = self._fitting(self.drafter.propose(max_depth), max_depth)
         on_gpu = mx.default_device().type == mx.gpu
-        self._planning = time.perf_counter() - self._started
-        self._drafting = 0.0 if on_gpu else self._planning
+        self._planning_seconds = time.perf_counter() - self._started
+        self._blocking_seconds = 0.0 if on_gpu else self._planning_seconds
         self.proposed = len(tree) - 1
         self.tree = DraftTree.chain(self.last) if self.proposed and self.ahead else tree
 
@@ -284,8 +284,8 @@ class Sequence:
             rows=forward.rows,
             sequences=forward.sequences,
             seconds=ended - self._started,
-            drafting=self._drafting,
-            planning=self._planning,
+            planning_seconds=self._planning_seconds,
+            blocking_seconds=self._blocking_seconds,
             pipelined=forward.pipelined,
             ahead=self.ahead is not None,
             context=self.length,
@@ -587,7 +587,7 @@ class Batch:
             costs, plans = planned
         for (sequence, planner), plan in zip(planners.items(), plans, strict=True):
             planner.plan = plan
-            sequence.uncounted += plan.seconds
+            sequence.uncounted += plan.planning_seconds
         outcomes = joint_step(sequences, self._joint)
         steps = [outcome for outcome in outcomes if isinstance(outcome, VerifiedStep)]
         together = [step for step in steps if step.sequences == len(sequences)]
@@ -598,7 +598,7 @@ class Batch:
                 return outcomes
             seconds = time.perf_counter() - started - plans[0].head_seconds
             if together[0].pipelined:  # stands for plain decoding, which has no planner
-                seconds -= min(sum(step.drafting for step in together), seconds / 2)
+                seconds -= min(sum(step.blocking_seconds for step in together), seconds / 2)
             self._planned(partial(costs.record, rows, seconds, together[0].pipelined))
         return outcomes
 

@@ -99,7 +99,7 @@ class Metrics:
             cost: the step's time according to the measured costs, in plain steps; NaN if unknown.
         """
         self._generated.inc(len(step.tokens))
-        self._planning += step.planning
+        self._planning += step.planning_seconds
         self._of_steps += seconds / step.sequences
         self._planning_share.set(self._planning / self._of_steps if self._of_steps else 0.0)
         # Each sequence counts its share of the forward.

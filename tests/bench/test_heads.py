@@ -79,14 +79,14 @@ def test_a_sure_head_s_speed_is_tokens_by_rows_and_its_own_time() -> None:
     output = output_of(100)
     replayed = replayed_with(SURE, ONE_FREE, output, "head")
     assert replayed.rows == [2] * 50
-    assert {step.head for step in replayed.steps} == {0.25}
+    assert {step.head_time for step in replayed.steps} == {0.25}
     assert replayed.cost(ONE_FREE) == pytest.approx(50 * 1.25)
 
 
 def test_where_it_cannot_gain_it_only_takes_its_trials() -> None:
     replayed = replayed_with(SURE, LINEAR, output_of(300), f"{AUTO}+head")
     assert set(replayed.rows) == {1}
-    trials = sum(step.head > 0 for step in replayed.steps)
+    trials = sum(step.head_time > 0 for step in replayed.steps)
     assert replayed.cost(LINEAR) == pytest.approx(300 + 0.25 * trials)
     assert trials <= 5
 
@@ -127,4 +127,4 @@ def test_the_time_of_heads_is_counted_in_steps_of_as_many_sequences() -> None:
     joint = Replayed(8, (Step(4, 2), Step(4, 2, 0.2)))
     assert joint.cost(curve) == pytest.approx(4 + 0.2 * 1.25)
     drafter = Scripted(DraftTree.chain(1, [2]))
-    assert {step.head for step in replay([1], [2, 3, 4], drafter).steps} == {0}
+    assert {step.head_time for step in replay([1], [2, 3, 4], drafter).steps} == {0}

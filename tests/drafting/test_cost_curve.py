@@ -15,7 +15,7 @@ def test_is_linear_between_and_beyond_its_points() -> None:
 
 def test_the_cheapest_further_row_looks_over_stairs() -> None:
     curve = CostCurve([(1, 1), (2, 3), (4, 3), (5, 6)])
-    assert curve.cheapest_rows == pytest.approx([2 / 3, 0, 0, 3, float("inf")])
+    assert curve.row_costs == pytest.approx([2 / 3, 0, 0, 3, float("inf")])
 
 
 def test_never_falls_however_noisy_its_points_are() -> None:

@@ -69,7 +69,7 @@ def test_the_time_that_a_drafter_takes_is_no_cost_of_rows(
     for token in (4, 5, 6):
         planner.propose(5)
         tree, tokens = DraftTree.chain(token - 1), (token,)
-        times = {"seconds": 0.05, "pipelined": pipelined}  # no "drafting": a GPU ran the forward
+        times = {"seconds": 0.05, "pipelined": pipelined}  # and a GPU ran the forward
         planner.observe(VerifiedStep(tree, tokens, tokens, (), tokens, **times))
     planner.end()
     assert recorded == pytest.approx([0.04] * 3)

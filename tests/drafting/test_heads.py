@@ -164,7 +164,8 @@ def test_without_text_it_carries_the_output() -> None:
     head = Scripted(output)
     replayed = replay([1, 2], output, planner_of(head, text=True))
     assert set(depths(head)) == {4}
-    assert sum(step.head for step in replayed.steps) == pytest.approx(4 * 0.05 * len(head.runs))
+    spent = sum(step.head_time for step in replayed.steps)
+    assert spent == pytest.approx(4 * 0.05 * len(head.runs))
     assert replayed.tokens / replayed.cost(FLAT) > 3
 
 

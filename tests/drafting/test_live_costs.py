@@ -61,7 +61,7 @@ def test_times_at_two_context_lengths_determine_all_others(context: int, rows: i
     costs.move_to(context)
     truth = behind(context, rows) / behind(context, 1)
     assert costs.curve(rows) == pytest.approx(truth, rel=0.03)
-    assert costs.seconds(rows) == pytest.approx(behind(context, rows), rel=0.05)
+    assert costs.plain_seconds * costs.curve(rows) == pytest.approx(behind(context, rows), rel=0.05)
 
 
 def test_of_several_context_lengths_the_nearest_two_count():
@@ -127,9 +127,9 @@ def test_sequences_that_share_a_step_attend_to_a_context_each():
     costs.move_to(8000)
     linear = CostCurve([(row, CLIFF[row] / CLIFF[1]) for row in CLIFF])
     truth = CLIFF[1] * linear(4) + 4 * 8000 * GROWTH[1]
-    assert costs.seconds(1) == pytest.approx(truth, rel=0.05)
+    assert costs.plain_seconds == pytest.approx(truth, rel=0.05)
     more = CLIFF[1] * linear(16) + 4 * 8000 * GROWTH[4]  # 4 rows of each
-    assert costs.seconds(13) == pytest.approx(more, rel=0.05)
+    assert costs.plain_seconds * costs.curve(13) == pytest.approx(more, rel=0.05)
 
 
 def test_only_the_middle_of_a_pipeline_teaches_the_time_of_a_plain_step():
@@ -137,13 +137,13 @@ def test_only_the_middle_of_a_pipeline_teaches_the_time_of_a_plain_step():
     for _ in range(30):
         plain(costs, 0.02)
         costs.record(8, 0.04, False)
-    assert costs.seconds(1) == pytest.approx(0.02)
+    assert costs.plain_seconds == pytest.approx(0.02)
     assert costs.curve(8) == pytest.approx(2.0)
     for _ in range(30):
         costs.record(1, 0.05, False)
         costs.record(1, 0.001, True)
         costs.record(8, 0.04, False)
-    assert costs.seconds(1) == pytest.approx(0.02)
+    assert costs.plain_seconds == pytest.approx(0.02)
     assert costs.curve(8) == pytest.approx(2.0)
 
 
@@ -288,8 +288,9 @@ def check_makes_sense(costs: LiveCosts) -> None:
     assert table[:2] == [0, 1]
     assert table == sorted(table)
     assert all(map(math.isfinite, table))
-    assert all(cost >= 0 for cost in costs.curve.cheapest_rows)
-    assert 0 < costs.seconds(1) <= costs.seconds(64) < math.inf
+    assert all(cost >= 0 for cost in costs.curve.row_costs)
+    assert 0 < costs.plain_seconds < math.inf
+    assert 1 <= costs.curve(64) < math.inf
     assert 0 <= costs.sync_overhead <= 0.5
     assert costs.wants_plain_steps in (True, False)
 

@@ -57,7 +57,7 @@ def test_a_measured_curve_is_believed_before_the_first_step():
     assert [live.curve(CONTEXT)(rows) for rows in (1, 2, 4, 8)] == pytest.approx(
         [1, 1.03, 1.47, 2.69]
     )
-    assert live.seconds(8, CONTEXT) == pytest.approx(0.025 * 2.69)
+    assert live.plain_seconds(CONTEXT) * live.curve(CONTEXT)(8) == pytest.approx(0.025 * 2.69)
     assert live.slowdown == pytest.approx(1)
 
 
@@ -70,7 +70,9 @@ def test_a_hot_machine_is_noticed_and_leaves_the_costs_alone():
     live = measured(M4)
     errors = run(live, M4, 600, speed=lambda step: 2.0 if step >= 500 else 1.0)
     assert live.slowdown == pytest.approx(2.0, rel=0.1)
-    assert live.seconds(8, CONTEXT) == pytest.approx(2 * 0.025 * 2.69, rel=0.1)
+    assert live.plain_seconds(CONTEXT) * live.curve(CONTEXT)(8) == pytest.approx(
+        2 * 0.025 * 2.69, rel=0.1
+    )
     assert max(errors[500:]) < 0.06
 
 
@@ -354,5 +356,5 @@ def test_whatever_is_recorded_the_curve_is_a_curve(steps: list[tuple[int, float]
     assert costs == sorted(costs)
     assert costs[0] == 1
     assert all(map(math.isfinite, costs))
-    assert 0 < live.seconds(4, CONTEXT) < math.inf
+    assert 0 < live.plain_seconds(CONTEXT) < math.inf
     assert all(0 <= time.uncertainty < math.inf for time in live.known()[CONTEXT])

@@ -117,10 +117,10 @@ def test_the_time_of_a_plain_step_is_without_the_planner() -> None:
     tree = DraftTree.chain(0)
     for number in range(300):
         drafter.propose(0)
-        times = {"seconds": 0.013, "drafting": 0.003, "pipelined": number % 10 > 0}
+        times = {"seconds": 0.013, "blocking_seconds": 0.003, "pipelined": number % 10 > 0}
         drafter.observe(VerifiedStep(tree, (), (), (), (1,), context=51 + number, **times))
     drafter.end()
-    assert costs.seconds(1) == pytest.approx(0.010, rel=0.01)
+    assert costs.plain_seconds == pytest.approx(0.010, rel=0.01)
     assert costs.sync_overhead == pytest.approx(0.3, abs=0.1)
 
 

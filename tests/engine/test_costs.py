@@ -93,7 +93,7 @@ def test_what_a_first_short_answer_has_shown_is_kept(
     llama: LoadedModel, cache: CostCache, monkeypatch: pytest.MonkeyPatch
 ):
     costs = costs_for(llama, cache=cache)
-    plain = costs.seconds(1)
+    plain = costs.plain_seconds
     for rows in (1, 1, 2, 5):
         costs.record(rows, plain, rows == 1)
     costs.end()
@@ -126,7 +126,7 @@ def test_the_first_use_measures_and_the_next_one_knows(
     again = costs_for(llama, cache=cache)
     assert measurements == [llama]
     assert first.curve(8) == again.curve(8) == pytest.approx(2.0)
-    assert again.seconds(1) == pytest.approx(0.02)
+    assert again.plain_seconds == pytest.approx(0.02)
 
 
 def test_a_spoiled_cache_is_measured_anew(
