@@ -30,7 +30,7 @@ _Result = TypeVar("_Result")
 
 
 class RequestStream:
-    """A queue from an :class:`EngineThread` to the asyncio task that creates the queue.
+    """A queue from a :class:`SchedulerThread` to the asyncio task that creates the queue.
 
     Attributes:
         loop: the task's event loop.
@@ -42,7 +42,7 @@ class RequestStream:
         self.batches: asyncio.Queue[tuple[Any, list[Any]]] = asyncio.Queue()
 
 
-class EngineThread:
+class SchedulerThread:
     """A thread that runs schedulers, which take turns.
 
     Other threads communicate with it in only two ways: :meth:`call` puts a command into a queue,
@@ -89,7 +89,7 @@ class EngineThread:
             self._commands.put(command)
         return result
 
-    def call_engine(self, key: Hashable, method: Callable[..., object], *args: Any) -> None:
+    def call_scheduler(self, key: Hashable, method: Callable[..., object], *args: Any) -> None:
         """Call a method of a scheduler between two turns, if the scheduler still exists then."""
 
         def call() -> None:
@@ -180,7 +180,7 @@ def _take(
 _AHEAD = 64  # responses that may wait to be consumed; each may hold a row of logits
 
 
-_thread = EngineThread("mlxspec astream")
+_thread = SchedulerThread("mlxspec astream")
 """Runs the generations of all decoders. There is only one, since MLX compiles functions for each
 thread separately.
 """
@@ -245,7 +245,7 @@ async def astream(
                         raise response
                     return
                 yield response
-            _thread.call_engine(decoder, Scheduler.has_read, request, len(batch))
+            _thread.call_scheduler(decoder, Scheduler.has_read, request, len(batch))
     finally:
         if not ended:
             _thread.call(cancel)

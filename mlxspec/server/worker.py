@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from ..drafting.accept import VerifiedStep
 from ..errors import MlxspecError
-from ..generation.asynchronous import EngineThread, RequestStream
+from ..generation.asynchronous import RequestStream, SchedulerThread
 from ..generation.decoder import Decoder
 from ..generation.options import GenerationOptions
 from ..generation.request import Request, State
@@ -296,7 +296,7 @@ class EventStream(RequestStream):
                 self._call(request, Scheduler.cancel, ApiError("cancelled", status=499))
 
     def _call(self, request: ServedRequest, method: Callable[..., object], *args: Any) -> None:
-        self.worker.call_engine(request.served.name, method, request, *args)
+        self.worker.call_scheduler(request.served.name, method, request, *args)
 
 
 # --- the queue of a model ---
@@ -352,7 +352,7 @@ _RECENT = 12  # ended requests whose figures are kept
 _OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
 
 
-class Worker(EngineThread):
+class Worker(SchedulerThread):
     """Runs the generations of one or several models in its own thread.
 
     Args:

@@ -31,7 +31,7 @@ def outcomes(capsys: pytest.CaptureFixture[str], *ends: tuple[int, ApiError]) ->
                 wait_until(lambda: len(server.worker.requests) == 2)
                 requests = server.worker.requests.copy()
                 for index, error in ends:
-                    server.worker.call_engine("small", Scheduler.cancel, requests[index], error)
+                    server.worker.call_scheduler("small", Scheduler.cancel, requests[index], error)
             asked.result()
         wait_until(lambda: not server.worker.requests)
         logging.close()

@@ -185,25 +185,25 @@ def test_a_follower_has_the_leaders_caches_after_each_turn(
     assert not echo.follower.known
 
 
-def run(engine: Scheduler, decoder: Decoder, cache: PrefixCache, options: Any) -> None:
+def run(scheduler: Scheduler, decoder: Decoder, cache: PrefixCache, options: Any) -> None:
     """Run requests that share forwards and prefixes; cancel some; continue one in the last."""
     pick = random.Random(5)
     system, ended = [pick.randrange(64) for _ in range(70)], list[list[int]]()
 
     def add(prompt: list[int]) -> None:
-        engine.add(Lent(decoder, prompt, cache, pick.randint(1, 9), options, ended))
+        scheduler.add(Lent(decoder, prompt, cache, pick.randint(1, 9), options, ended))
 
     add([7, 1, 2, 1, 2])
     add([8, 1, 2, 1, 2])
     for _ in range(7):
         for _ in range(pick.randint(0, 4)):
-            engine.turn()
+            scheduler.turn()
         add([*system[: pick.choice([40, 70])], pick.randrange(64), 1, 2, 1, 2])
-        for request in engine._running[: pick.random() < 0.3]:
-            engine.cancel(request)
-    engine.run()
+        for request in scheduler._running[: pick.random() < 0.3]:
+            scheduler.cancel(request)
+    scheduler.run()
     add([*ended[-1], 1, 2])
-    engine.run()
+    scheduler.run()
 
 
 class Lent(Request):

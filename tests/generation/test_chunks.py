@@ -14,8 +14,8 @@ import mlxspec
 from mlxspec.generation.scheduler import Scheduler
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer
-from tests.support.engines import submit
 from tests.support.random_models import scaled_rope
+from tests.support.schedulers import submit
 
 PROMPT = [(7 * i * i + 3 * i) % 64 for i in range(75)]
 BOUNDED = {"max_kv_size": 24}
@@ -64,11 +64,11 @@ def by_mlx_lm(decoder: mlxspec.Decoder, prompt: list[int], **options: Any) -> mx
 def test_a_prompt_that_others_cut_gives_what_mlx_lm_gives(case: str) -> None:
     name, options = CASES[case]
     decoder = decoder_of(name)
-    engine, responses = Scheduler(decoder), []
+    scheduler, responses = Scheduler(decoder), []
     sizes = iter([5, 1, 16, 9, 3] * 20)
-    engine._chunk = lambda: next(sizes)
-    submit(engine, PROMPT, responses.append, 6, **options)
-    engine.run()
+    scheduler._chunk = lambda: next(sizes)
+    submit(scheduler, PROMPT, responses.append, 6, **options)
+    scheduler.run()
     assert_close(logprobs_of(responses), by_mlx_lm(decoder, PROMPT, **options))
 
 
@@ -87,10 +87,10 @@ def test_a_sessions_first_prompt_gives_what_mlx_lm_gives(case: str) -> None:
 def test_short_prompts_of_a_model_whose_rows_change_each_other_run_by_themselves() -> None:
     decoder = decoder_of("phi3small")
     prompts = [PROMPT[:9], PROMPT[4:25], PROMPT[:14]]
-    engine, found = Scheduler(decoder), [[] for _ in prompts]
+    scheduler, found = Scheduler(decoder), [[] for _ in prompts]
     for prompt, responses in zip(prompts, found, strict=True):
-        submit(engine, prompt, responses.append, 6)
-    engine.run()
+        submit(scheduler, prompt, responses.append, 6)
+    scheduler.run()
     for prompt, responses in zip(prompts, found, strict=True):
         assert_close(logprobs_of(responses), by_mlx_lm(decoder, prompt))
     written = mlxspec.batch_generate(

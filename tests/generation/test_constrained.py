@@ -29,11 +29,11 @@ from mlxspec.engine.sampling import Chooser
 from mlxspec.generation.scheduler import Scheduler
 from tests.support.demo import FLAT, AnyDecoder, demo, demo_decoder, given_costs
 from tests.support.drafters import HostileDrafter
-from tests.support.engines import submit
 from tests.support.examples import LONG, examples
 from tests.support.llamas import repetitive_llama
 from tests.support.random_models import random_model
 from tests.support.random_schemas import random_object, random_schema
+from tests.support.schedulers import submit
 from tests.support.tokenizer_kinds import SENTENCEPIECE, byte_level, sentencepiece
 
 PROMPTS = (
@@ -203,18 +203,18 @@ def test_a_prediction_with_a_token_that_the_model_lacks_changes_nothing(together
     prediction = [
         t for one in expected for t in (one.token, demo().loaded.vocab_size + 3, one.token)
     ]
-    engine = Scheduler(auto)
+    scheduler = Scheduler(auto)
     outputs: list[list[GenerationResponse]] = [[] for _ in range(1 + together)]
     for responses in outputs:
         submit(
-            engine,
+            scheduler,
             PROMPTS[2],
             responses.append,
             TOKENS,
             prediction=prediction,
             constraint=constraint,
         )
-    engine.run()
+    scheduler.run()
     for responses in outputs:
         assert_same(expected, [response.token for response in responses])
 
@@ -224,7 +224,7 @@ def test_joint_steps_change_nothing() -> None:
     plain, auto = demo_decoder(mlxspec.Decoder), decoders(demo_decoder)["auto"][0]
     source = random.Random(3)
     for round_ in range(examples(1, long=16)):
-        engine = Scheduler(auto)
+        scheduler = Scheduler(auto)
         asked: list[tuple[str, dict[str, Any], list[GenerationResponse]]] = []
         for number in range(4):
             schema = None if number == 2 else random_object(source)
@@ -235,9 +235,9 @@ def test_joint_steps_change_nothing() -> None:
             }
             responses: list[GenerationResponse] = []
             prompt = PROMPTS[number % len(PROMPTS)]
-            submit(engine, prompt, responses.append, TOKENS, **options)  # type: ignore[arg-type]
+            submit(scheduler, prompt, responses.append, TOKENS, **options)  # type: ignore[arg-type]
             asked.append((prompt, options, responses))
-        engine.run()
+        scheduler.run()
         for prompt, options, responses in asked:
             expected = plainly(plain, prompt, **options)
             assert_same(expected, [r.token for r in responses], options["temp"], options["seed"])

@@ -9,7 +9,7 @@ from mlxspec import GenerationResponse, OptionError
 from mlxspec.generation.drafting import Auto, Drafting, Lookahead, PromptLookup
 from mlxspec.generation.scheduler import Scheduler
 from tests.support.demo import stand_in, stand_in_decoder
-from tests.support.engines import submit
+from tests.support.schedulers import submit
 
 PROMPT = "one two three one two three one two"
 
@@ -47,9 +47,9 @@ def test_generations_at_once_have_a_drafter_each() -> None:
     prompts = [PROMPT, PROMPT.upper()]
     plain = [[*stand_in().stream(prompt, 24)] for prompt in prompts]
     outputs: list[list[GenerationResponse]] = [[], []]
-    engine = Scheduler(decoder)
+    scheduler = Scheduler(decoder)
     for prompt, output in zip(prompts, outputs, strict=True):
-        submit(engine, prompt, output.append, 24, n_draft=3)
-    engine.run()
+        submit(scheduler, prompt, output.append, 24, n_draft=3)
+    scheduler.run()
     for output, expected in zip(outputs, plain, strict=True):
         assert [one.token for one in output] == [one.token for one in expected]

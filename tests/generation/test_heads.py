@@ -27,10 +27,10 @@ from tests.generation.test_session import next_prompt, turns
 from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT, demo, endless_tokenizer, given_costs
-from tests.support.engines import submit
 from tests.support.examples import LONG, examples
 from tests.support.harness import assert_same_output
 from tests.support.llamas import repetitive_llama
+from tests.support.schedulers import submit
 
 TOKENS = 40 if LONG else 24
 TEMPERATURES = (0.0, 0.7, 1.3)
@@ -115,11 +115,11 @@ def assert_same(kind: str, right: float | None, temp: float, count: int, texts: 
     own = [prompt * 3 if texts else prompt for prompt in prompts(count)]
     expected = [[r.token for r in plain.stream(prompt, TOKENS, **options)] for prompt in own]
     trained.contexts = [a + b for a, b in zip(own, expected, strict=True)]
-    engine = Scheduler(decoder_of(trained), stall=float("inf"))
+    scheduler = Scheduler(decoder_of(trained), stall=float("inf"))
     found: list[list[mlxspec.GenerationResponse]] = [[] for _ in own]
     for prompt, responses in zip(own, found, strict=True):
-        submit(engine, prompt, responses.append, TOKENS, **options)
-    engine.run()
+        submit(scheduler, prompt, responses.append, TOKENS, **options)
+    scheduler.run()
     for prompt, before, responses in zip(own, expected, found, strict=True):
         tokens = [response.token for response in responses]
         params = SamplingParams(temp=temp, seed=7)
@@ -155,7 +155,7 @@ def test_schedules(number: int) -> None:
     kind = pick.choice([*KINDS])
     trained = Instructed(kind, pick.choice([*RIGHT.values()]))
     plain = mlxspec.Decoder(target(kind), endless_tokenizer())
-    engine = Scheduler(decoder_of(trained), stall=float("inf"))
+    scheduler = Scheduler(decoder_of(trained), stall=float("inf"))
     runs = []
     for _ in range(pick.randint(1, 8)):
         prompt = [pick.randrange(64) for _ in range(pick.randint(1, 30))] * pick.randint(1, 3)
@@ -169,11 +169,11 @@ def test_schedules(number: int) -> None:
     while waiting or running:
         if waiting and pick.random() < 0.4:
             prompt, options, _, count, responses = waiting.pop()
-            running.append(submit(engine, prompt, responses.append, count, **options))
+            running.append(submit(scheduler, prompt, responses.append, count, **options))
         for request in running:
             if pick.random() < 0.02:
-                engine.cancel(request)
-        if not engine.turn():
+                scheduler.cancel(request)
+        if not scheduler.turn():
             running = [request for request in running if not request.done]
     for prompt, options, expected, _, responses in runs:
         tokens = [response.token for response in responses]

@@ -13,10 +13,10 @@ from mlxspec.bench.prompts import bundled_prompts
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.generation.scheduler import Scheduler
 from tests.support.demo import FLAT, demo, endless_tokenizer, given_costs
-from tests.support.engines import submit
 from tests.support.examples import LONG
 from tests.support.harness import assert_same_output
 from tests.support.llama2c import load_llama2c
+from tests.support.schedulers import submit
 
 pytestmark = pytest.mark.slow
 
@@ -55,12 +55,12 @@ def assert_equal_to_those_alone(
     drafted = 0
     for count in COUNTS:
         for seed in SEEDS:
-            engine = Scheduler(decoder, stall=float("inf"))
+            scheduler = Scheduler(decoder, stall=float("inf"))
             found: list[list[mlxspec.GenerationResponse]] = [[] for _ in range(count)]
             for number, responses in enumerate(found):
                 own = prompts[number % len(prompts)]
-                submit(engine, own, responses.append, TOKENS, temp=temp, seed=seed)
-            engine.run()
+                submit(scheduler, own, responses.append, TOKENS, temp=temp, seed=seed)
+            scheduler.run()
             for number, responses in enumerate(found):
                 prompt = prompts[number % len(prompts)]
                 key = number % len(prompts), seed

@@ -19,7 +19,7 @@ from mlxspec.engine import step
 from mlxspec.generation.request import Request
 from mlxspec.generation.scheduler import Scheduler
 from tests.support.demo import FLAT, GivenCosts, given_costs, stand_in_decoder
-from tests.support.engines import submit
+from tests.support.schedulers import submit
 
 pytestmark = pytest.mark.slow
 
@@ -106,15 +106,15 @@ def test_a_generation_goes_on_alone(
 def test_generations_go_on_together(
     place: Any, name: str, after: int, monkeypatch: pytest.MonkeyPatch, planning_faults: list[str]
 ) -> None:
-    engine = Scheduler(new_decoder())
+    scheduler = Scheduler(new_decoder())
     breaks(monkeypatch, place, name, after)
     found: list[list[int]] = [[] for _ in PROMPTS]
 
     def submitted(prompt: str, tokens: list[int]) -> Request:
-        return submit(engine, prompt, lambda response: tokens.append(response.token), TOKENS)
+        return submit(scheduler, prompt, lambda response: tokens.append(response.token), TOKENS)
 
     requests = [submitted(*one) for one in zip(PROMPTS, found, strict=True)]
-    engine.run()
+    scheduler.run()
     assert [request.error for request in requests] == [None] * 3
     assert found == [expected(prompt) for prompt in PROMPTS]
     assert len(planning_faults) <= len(requests) + 1  # a shared fault is logged once

@@ -17,7 +17,7 @@ from mlxspec.generation.scheduler import Scheduler
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import FLAT, demo, given_costs, stand_in, stand_in_decoder
 from tests.support.drafters import drafted
-from tests.support.engines import submit
+from tests.support.schedulers import submit
 
 HELLO = {"role": "user", "content": "Say hello."}
 BEGUN = {"role": "assistant", "content": "Well, hel"}
@@ -151,9 +151,9 @@ Answer = list[int]
 
 def _scheduled(decoder: mlxspec.AutoDecoder, prompt: Any, options: Mapping[str, Any]) -> Answer:
     tokens: Answer = []
-    engine = Scheduler(decoder)
-    submit(engine, prompt, lambda response: tokens.append(response.token), 6, **options)
-    engine.run()
+    scheduler = Scheduler(decoder)
+    submit(scheduler, prompt, lambda response: tokens.append(response.token), 6, **options)
+    scheduler.run()
     return tokens
 
 

@@ -24,10 +24,10 @@ from mlxspec.generation.request import Request, State
 from mlxspec.generation.scheduler import Scheduler
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import FLAT, endless_tokenizer, given_costs, stand_in_decoder
-from tests.support.engines import submit
 from tests.support.examples import examples
 from tests.support.interrupts import functions_of, interrupted_anywhere
 from tests.support.random_models import random_model
+from tests.support.schedulers import submit
 
 pytestmark = pytest.mark.slow
 

@@ -36,7 +36,7 @@ ENDLESS = """
 import asyncio, sys, threading
 import mlxspec
 from mlxspec.generation.scheduler import Scheduler
-from tests.support.engines import submit
+from tests.support.schedulers import submit
 
 way, end = sys.argv[1:]
 decoder = mlxspec.PromptLookupDecoder("demo")
@@ -59,10 +59,10 @@ def processed():
     batch(logits_processors=[lambda tokens, logits: logits])
 
 def joint():
-    engine = Scheduler(decoder)
+    scheduler = Scheduler(decoder)
     for _ in range(3):
-        submit(engine, prompt, lambda response: begun.set(), 200)
-    engine.run()
+        submit(scheduler, prompt, lambda response: begun.set(), 200)
+    scheduler.run()
 
 async def two():
     async def one():

@@ -27,10 +27,10 @@ from mlxspec.server.prefix_cache import PrefixCache
 from tests.support.architectures import ARCHITECTURES
 from tests.support.architectures import KINDS_OF_CACHES as KINDS
 from tests.support.demo import endless_tokenizer
-from tests.support.engines import submit
 from tests.support.examples import examples
 from tests.support.logs import logged_by
 from tests.support.random_models import scaled_rope
+from tests.support.schedulers import submit
 
 ENOUGH = 1 << 30
 CUTTABLE = ("plain", "latent", "lists")
@@ -96,7 +96,7 @@ class Requests:
         self.decoder = decoder_of(kind) if isinstance(kind, str) else kind
         caches, chunks_matter = CacheOptions(**options), self.decoder.loaded.chunks_matter
         self.cache = PrefixCache(self.decoder.model, max_bytes, caches, chunks_matter)
-        self.engine = Scheduler(self.decoder)
+        self.scheduler = Scheduler(self.decoder)
         self.options = options
         self.running: list[Request] = []
 
@@ -104,20 +104,20 @@ class Requests:
         session = self.cache.lend(prompt, partition)
         request = Request(session, prompt)
         request.job = submit(
-            self.engine, list(prompt), request.add, n, session=session, **self.options
+            self.scheduler, list(prompt), request.add, n, session=session, **self.options
         )
         self.running.append(request)
         return request
 
     def end(self, request: Request) -> None:
-        self.engine.cancel(request.job)
+        self.scheduler.cancel(request.job)
         self.running.remove(request)
         self.cache.give_back(request.session)
         assert request.job.error is None
         del request.job
 
     def run(self) -> None:
-        while self.engine.turn():
+        while self.scheduler.turn():
             pass
         for request in [*self.running]:
             self.end(request)
@@ -214,7 +214,7 @@ def test_those_who_come_at_once_wait_for_the_state_that_they_share() -> None:
     third = [*system, *tokens_of(30, 3)]
     assert requests.cache.should_wait(third)
     while requests.cache.should_wait(third):
-        requests.engine.turn()
+        requests.scheduler.turn()
     other = requests.start(third)
     assert not second.job.done
     requests.run()
@@ -231,7 +231,7 @@ def test_requests_that_run_at_once_share_what_one_of_them_has_run(kind: str) -> 
     second = [*system, *tokens_of(20, 2)]
     assert requests.cache.should_wait(second)
     while requests.cache.should_wait(second):
-        requests.engine.turn()
+        requests.scheduler.turn()
     other = requests.start(second, n=40)
     assert not first.job.done
     same = [requests.start(first.prompt, n=40) for _ in range(2)]
@@ -248,7 +248,7 @@ def test_several_answers_to_one_prompt_run_it_once(kind: str) -> None:
     requests, prompt = Requests(kind), tokens_of(200)
     first = requests.start(prompt)
     while requests.cache.should_wait(prompt):
-        requests.engine.turn()
+        requests.scheduler.turn()
     others = [requests.start(prompt) for _ in range(2)]
     requests.run()
     # At least up to the checkpoint near the prompt's end, which is reached before the rest has run.
@@ -271,11 +271,11 @@ def test_nobody_waits_for_a_short_beginning_or_for_who_has_passed_it() -> None:
 def test_what_was_run_for_a_cancelled_request_is_kept(kind: str) -> None:
     requests, prompt = Requests(kind), tokens_of(200)
     running = requests.start(tokens_of(30, 5), n=40)
-    requests.engine.turn()
-    requests.engine.stall = 1e-9  # so that chunks are as short as possible
+    requests.scheduler.turn()
+    requests.scheduler.stall = 1e-9  # so that chunks are as short as possible
     cancelled = requests.start(prompt)
     for _ in range(4):
-        requests.engine.turn()
+        requests.scheduler.turn()
     done = cancelled.session.length
     assert 16 <= done < len(prompt) - 1
     requests.end(cancelled)
@@ -449,7 +449,7 @@ def test_whatever_runs_beside_and_before_a_request_its_answer_is_its_own(
     kind, options = CACHES[caches]
     requests = Requests(kind, max_bytes, **options)
     sizes = cycle(chunks)  # the chunks that other requests leave time for
-    requests.engine._chunk = lambda: next(sizes)
+    requests.scheduler._chunk = lambda: next(sizes)
     contexts: list[list[int]] = [tokens_of(40)]
     started: list[Request] = []
     for number, (change, which, share, own, n) in enumerate(schedule):
@@ -463,7 +463,7 @@ def test_whatever_runs_beside_and_before_a_request_its_answer_is_its_own(
             request = requests.start(prompt, n, partition)
             started.append(request)
         elif change == "turn":
-            requests.engine.turn()
+            requests.scheduler.turn()
         elif change == "cancel" and requests.running:
             requests.end(requests.running[which % len(requests.running)])
         elif change == "room":
