@@ -72,11 +72,8 @@ class Policy:
     - The *budget* is for planning itself. It receives what drafts are expected to gain, and a small
       share of the time. While it is overdrawn, no drafts are searched for.
 
-    Args:
-        probe_step: the number of steps already counted towards the next probe.
-
     Attributes:
-        probe_step: as given, plus the steps since then in which plain steps were wanted.
+        probe_step: the number of steps counted towards the next probe, also in earlier generations.
         rate: the running average of the tokens per plain step's time.
         gain: the running average of the chosen drafts' gains; a step without a draft counts as 0.
         bank: the guard's balance, in plain steps.
@@ -86,13 +83,13 @@ class Policy:
             steps.
     """
 
-    def __init__(self, probe_step: int = 0) -> None:
+    def __init__(self) -> None:
         self.rate = _FIRST_RATE
         self.gain = 0.0
         self.bank = _FIRST_BANK
         self.budget = _MOST_BUDGET
         self.patience = _FIRST_PATIENCE
-        self.probe_step = probe_step
+        self.probe_step = 0
         self.ahead = False
 
     @property
@@ -138,17 +135,16 @@ class Policy:
         self.patience = min(max(patience, 0.0), _MOST_PATIENCE)
 
 
-def expected_tokens(p_reached: Sequence[float], sequences: int = 1) -> list[float]:
+def expected_tokens(p_reached: Sequence[float]) -> list[float]:
     """E(n): the expected tokens of a step that verifies the first n draft nodes.
 
     Args:
         p_reached: for each draft node, the probability that it is accepted; the highest first.
-        sequences: the number of sequences that share the step.
 
     Returns:
-        E(0), E(1), …, including the one token that every step emits for each sequence.
+        E(0), E(1), …, including the one token that every step emits.
     """
-    return list(accumulate(p_reached, initial=float(sequences)))
+    return list(accumulate(p_reached, initial=1.0))
 
 
 def price_of_time(best: float, rate: float) -> float:

@@ -122,7 +122,7 @@ class Decoder:
         It begins with the latest one's context length and time of the last save. If that one had a
         long context, and steps after one have never been measured, they are measured first.
         """
-        if getattr(self.costs, "wants_long_context", False):
+        if self.costs.wants_long_context:
             with self._measuring:
                 self.costs = with_long_context(self.loaded, self.costs)
         self.costs = self.costs.for_generation()

@@ -39,8 +39,6 @@ class Drafting:
     """
 
     maker: Callable[[], Drafter] | None = field(default=None, kw_only=True)
-    plans: ClassVar[bool] = False
-    """Whether drafts are planned by the cost of steps."""
     short_names: ClassVar[Mapping[str, str]] = {}
     """Parameters that :meth:`mlxspec.Decoder.stream` takes by a second name, too."""
 
@@ -137,7 +135,6 @@ class Auto(Drafting):
     extra: Callable[[], Drafter] | None = None
     prediction: Sequence[int] = ()
     head: Head | None = None
-    plans = True
 
     def model_to_run(self, loaded: LoadedModel) -> LoadedModel:
         from ..engine.heads import attach_head

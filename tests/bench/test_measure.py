@@ -214,6 +214,8 @@ def test_a_conversation_that_the_template_refuses_is_an_error(endless: tuple) ->
 class FlatCosts(LiveCosts):
     """Costs at which every step takes the same time; they never change."""
 
+    wants_long_context = False
+
     def __init__(self) -> None:
         super().__init__({1024: [KnownTime(1, 1.0, 0.01), KnownTime(64, 1.0, 0.01)]})
 

@@ -122,7 +122,8 @@ def test_short_outputs_count_as_one_long_one_for_probes() -> None:
     long, probe_step = Policy(), 0
     expected, probes = [], []
     for _ in range(18):
-        short = Policy(probe_step)
+        short = Policy()
+        short.probe_step = probe_step
         for _ in range(5):
             expected.append(long.probes)
             probes.append(short.probes)

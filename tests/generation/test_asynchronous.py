@@ -31,7 +31,7 @@ PROMPTS = [REPEAT, "The history of the", "one two three four one two three four 
 
 def new_decoder(kind: type[Decoder] = AutoDecoder, **options: object) -> Decoder:
     decoder = stand_in_decoder(kind, **options)
-    if decoder.drafting.plans:
+    if isinstance(decoder, AutoDecoder):
         decoder.costs = given_costs(FLAT)
     return decoder
 
