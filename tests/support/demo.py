@@ -73,7 +73,7 @@ def keep_costs() -> None:
 class GivenCosts(KeptCosts):
     """Fixed costs: no step updates them, no file keeps them, and joint steps have none."""
 
-    def record(self, rows: int, seconds: float, pipelined: bool, head: float = 0.0) -> None:
+    def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         pass
 
     def end(self) -> None:
