@@ -33,8 +33,15 @@ def directory_in(variable: str) -> Path | None:
     return Path(os.path.expanduser(named)) if named else None
 
 
-def check_writable(path: Path) -> None:
+_OTHER_FILE = "name another file"
+
+
+def check_writable(path: Path, remedy: str = _OTHER_FILE) -> None:
     """Raise an error if a file cannot be written, before any work is done for it.
+
+    Args:
+        path: the file to write.
+        remedy: what the user can do, for the error.
 
     Raises:
         FileError: the directory is missing, there is no permission to write, or ``path`` is
@@ -51,7 +58,7 @@ def check_writable(path: Path) -> None:
     if not may_write or (exists and not os.access(path, os.W_OK)):
         read_only = os.statvfs(path.parent).f_flag & os.ST_RDONLY
         reason = os.strerror(errno.EROFS if read_only else errno.EACCES)
-        raise FileError(f"{path}: cannot be written ({reason}); name another file")
+        raise FileError(f"{path}: cannot be written ({reason}); {remedy}")
 
 
 def is_special(path: Path) -> bool:
@@ -72,7 +79,9 @@ def is_ours_alone(path: Path) -> bool:
 
 
 @contextmanager
-def replaced(path: Path, mode: int = PRIVATE, *, parents: int | None = None) -> Iterator[BinaryIO]:
+def replaced(
+    path: Path, mode: int = PRIVATE, *, parents: int | None = None, remedy: str = _OTHER_FILE
+) -> Iterator[BinaryIO]:
     """Yield a new file, which is flushed to the disk at the end and then replaces ``path``.
 
     If the ``with`` block raises or is interrupted, the new file is removed and ``path`` is
@@ -83,16 +92,17 @@ def replaced(path: Path, mode: int = PRIVATE, *, parents: int | None = None) -> 
         path: the file to write; an existing regular file is replaced.
         mode: the new file's permissions; the process's umask applies.
         parents: make the directories that are missing, with these permissions.
+        remedy: what the user can do if ``path`` cannot be written, for the error.
 
     Raises:
         FileError: ``path`` cannot be written, or the disk is full.
     """
     if parents is not None:
-        with _one_line(path):
+        with _one_line(path, remedy):
             path.parent.mkdir(mode=parents, parents=True, exist_ok=True)
-    check_writable(path)
+    check_writable(path, remedy)
     partial = _beside(path, "partial")
-    with _one_line(path), _locked(path.parent):
+    with _one_line(path, remedy), _locked(path.parent):
         partial.unlink(missing_ok=True)
         try:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -121,7 +131,7 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
         FileError: the directory cannot be written.
     """
     partial, old = _beside(path, "partial"), _beside(path, "replaced")
-    with _one_line(path):
+    with _one_line(path, "name another directory"):
         path.parent.mkdir(parents=True, exist_ok=True)
         for leftover in (partial, old):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -153,9 +163,9 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _one_line(path: Path) -> Iterator[None]:
+def _one_line(path: Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as failure:
         reason = failure.strerror or failure
-        raise FileError(f"{path}: cannot be written ({reason}); name another file") from failure
+        raise FileError(f"{path}: cannot be written ({reason}); {remedy}") from failure

@@ -23,6 +23,7 @@ from .common.output import print_rows
 from .settings import (
     ALIAS,
     ALIAS_PREFIX,
+    ENVIRONMENT_VARIABLE,
     KEYS,
     KNOWN,
     MODEL,
@@ -131,5 +132,6 @@ def _write(key: str, value: Any) -> None:
     """Set a setting in the file, or remove it if the value is None."""
     alias = key.removeprefix(ALIAS_PREFIX)
     changed = {key: value} if alias == key else {ALIAS: {alias: value}}
-    file = SettingsFile(config_path(), changed)
+    remedy = f"set {ENVIRONMENT_VARIABLE} to another directory"
+    file = SettingsFile(config_path(), changed, remedy=remedy)
     file.write(file.merged(file.read()))

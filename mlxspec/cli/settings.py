@@ -150,11 +150,13 @@ class SettingsFile:
         path: the file; its suffix determines the format.
         settings: the values to set.
         first: values to set as well if the file is new.
+        remedy: what the user can do if the file cannot be written, for the error.
     """
 
     path: Path
     settings: Settings
     first: Settings = field(default_factory=dict)
+    remedy: str = "make it writable, or change it by hand"
 
     def read(self) -> str:
         """The file's text; empty if the file does not exist.
@@ -207,7 +209,7 @@ class SettingsFile:
         """
         place = self.path.resolve()
         mode = stat.S_IMODE(place.stat().st_mode) if place.exists() else SHARED
-        with replaced(place, mode, parents=0o777) as file:
+        with replaced(place, mode, parents=0o777, remedy=self.remedy) as file:
             file.write(text.encode())
 
 

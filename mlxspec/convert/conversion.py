@@ -95,9 +95,10 @@ def convert(
         else:
             source = find_directory(hf_path, revision)
             readable = without_float64(source, Path(d))
-            model, config = load_lazily(readable, read_config(source))
-        if not head:
-            copy_tokenizer(source, directory)
+            try:
+                model, config = load_lazily(readable, read_config(source))
+            except LoadError as error:
+                raise LoadError(str(error).replace(str(readable), str(source))) from error
         model, config = _prepare(model, config, dtype, quantization)
         nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         parameters = get_total_parameters(model)
@@ -108,18 +109,24 @@ def convert(
                 f"{target}: the model needs {needed}, but only {decimal(free)} are free there; "
                 "make room, or name another --mlx-path"
             )
+        if not head:
+            copy_tokenizer(source, directory)
         try:
             save_model(directory, model, donate_model=True)
         except RuntimeError as error:  # MLX's
             reason = one_line(error)
             raise FileError(f"{target}: cannot be written ({reason}); it needs {needed}") from error
-        _check_finite(directory)
+        _check_finite(directory, hf_path or torch_path or "")
         save_config(config, directory / "config.json", keep_vision_config=has_vision)
     return nbytes, parameters, about
 
 
-def _check_finite(directory: Path) -> None:
-    """Check that all written weights are finite.
+def _check_finite(directory: Path, source: str | Path) -> None:
+    """Check that all weights that were written to a directory are finite.
+
+    Args:
+        directory: the directory.
+        source: the checkpoint's name, for errors.
 
     Raises:
         LoadError: some are not, in the checkpoint or since they exceed the type they were cast to.
@@ -136,7 +143,8 @@ def _check_finite(directory: Path) -> None:
                 continue
             layer, _, part = name.rpartition(".")
             quantised = part in ("scales", "biases") and f"{layer}.scales" in names
-            what = f"{bad:,} numbers of {layer if quantised else name} are not finite"
+            where = layer if quantised else name
+            what = f"{source}: {bad:,} of {array.size:,} numbers of {where} are not finite"
             damaged = not quantised and bool(mx.any(mx.isnan(array)).item())
             if array.dtype == mx.float16 and not damaged:
                 raise LoadError(f"{what} in float16, whose largest is 65,504; use --dtype bfloat16")

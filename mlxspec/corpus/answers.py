@@ -498,10 +498,6 @@ def save_settings(settings: Settings) -> None:
         "except": sorted(settings.tokenizers),
         "max_tokens": settings.max_tokens,
     }
-    directory = memory_directory()
-    try:
-        with replaced(directory / _SETTINGS, parents=0o700) as file:
-            file.write(json.dumps(value, indent=1).encode() + b"\n")
-    except FileError as error:
-        remedy = f"set {ENVIRONMENT_VARIABLE} to another directory"
-        raise FileError(str(error).replace("name another file", remedy)) from error
+    path, remedy = memory_directory() / _SETTINGS, f"set {ENVIRONMENT_VARIABLE} to another directory"
+    with replaced(path, parents=0o700, remedy=remedy) as file:
+        file.write(json.dumps(value, indent=1).encode() + b"\n")

@@ -38,7 +38,7 @@ def test_all_commands_report_a_read_only_place_in_the_same_words(
         patched.setattr("os.access", lambda *_: False)
         patched.setattr("os.statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
         shown.append(run("config", "set", "temp", "1").stderr)
-    how, name = "cannot be written (Read-only file system);", "name another file\n"
+    how, name = "cannot be written (Read-only file system);", "set MLXSPEC_CONFIG_DIR to another directory\n"
     memory = file.parent / "data" / "memory" / "settings.json"
     assert shown == [
         f"Error: {file}: {how} {name}",

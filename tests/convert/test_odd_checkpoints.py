@@ -68,8 +68,8 @@ def test_numbers_beyond_float16_are_counted_and_refused(source: Path, dtype: mx.
     asked = {} if dtype == mx.float32 else {"dtype": "float16"}
     message = refused(source, **asked)
     assert message == (
-        f"2 numbers of {NORM} are not finite in float16, whose largest is 65,504; use --dtype "
-        "bfloat16"
+        f"{source}: 2 of 64 numbers of {NORM} are not finite in float16, whose largest is 65,504; "
+        "use --dtype bfloat16"
     )
     convert(hf_path=source, mlx_path=source.parent / "out", dtype="bfloat16")
     written = tensors(source.parent / "out")[NORM]
@@ -87,7 +87,8 @@ def test_a_quantised_weight_beyond_float16_is_refused(source: Path) -> None:
 def test_what_is_not_a_number_in_the_checkpoint_is_refused(source: Path, dtype: str) -> None:
     change(source, mx.float32, model__norm__weight=put(float("nan"), float("nan")))
     message = refused(source, dtype=dtype)
-    assert message.startswith(f"2 numbers of {NORM} are not finite, so the checkpoint is damaged")
+    expected = f"{source}: 2 of 64 numbers of {NORM} are not finite, so the checkpoint is damaged"
+    assert message.startswith(expected)
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
@@ -153,7 +154,7 @@ def test_float64_is_cast(source: Path, where: list[str] | None) -> None:
     ("number", "message"),
     [
         (1e300, f"{NORM} has numbers beyond float32"),
-        (1e5, f"1 numbers of {NORM} are not finite in float16"),
+        (1e5, f"1 of 64 numbers of {NORM} are not finite in float16"),
     ],
 )
 def test_float64_beyond_the_type_to_write_is_refused(
@@ -165,6 +166,28 @@ def test_float64_beyond_the_type_to_write_is_refused(
     mx.save_safetensors(str(source / "model.safetensors"), weights)
     save_file({NORM: norm}, source / "model-2.safetensors")
     assert message in refused(source, dtype="float16")
+
+
+@pytest.mark.parametrize("fault", ["no such tensor", "damaged", "a setting"])
+def test_errors_about_a_float64_checkpoint_name_it_and_not_its_copy(
+    source: Path, fault: str
+) -> None:
+    weights = tensors(source)
+    norm = np.array(weights.pop(NORM).astype(mx.float32), np.float64)
+    if fault == "no such tensor":
+        del weights[PROJECTION]
+    mx.save_safetensors(str(source / "model.safetensors"), weights)
+    save_file({NORM: norm}, source / "model-2.safetensors")
+    if fault == "damaged":
+        (source / "model-3.safetensors").write_bytes(b"no header")
+        expected = f"{source / 'model-3.safetensors'}: truncated or damaged"
+    else:
+        expected = f"{source}: config.json does not fit"
+    if fault == "a setting":
+        settings(source, hidden_size="64")
+    message = refused(source)
+    assert message.startswith(expected)
+    assert str(source.parent / ".out") not in message
 
 
 @pytest.mark.parametrize("dtype", ["I8", "F8_E4M3"])
