@@ -164,7 +164,7 @@ def _report(
     answers = (1 + turns * asked.repeats) * len(backends)  # one of each backend warms up
     done, interrupted = itertools.count(1), False
     figures = MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn()
-    with ProgressBar("Answers", *figures) as on_progress:
+    with ProgressBar("Answers", *figures, noted=f"measuring {answers:,} answers") as on_progress:
         on_progress(0, answers)
         try:
             for prompt in measure(

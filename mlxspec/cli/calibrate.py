@@ -185,7 +185,8 @@ def measured_curves(
     split_attention(loaded, costs.split_length(cache.read(costs.cost_key(model))))
     found = {}
     for context in sorted(set(contexts)) or costs.measured_contexts(loaded, sequences):
-        with ProgressBar("Measuring step times") as measuring:
+        noted = f"measuring step times at a context of {context:,} tokens"
+        with ProgressBar("Measuring step times", noted=noted) as measuring:
             found[context] = costs.calibrate(
                 loaded,
                 CAREFUL,

@@ -86,7 +86,8 @@ def explain_command(
         recorded: list[RecordedStep] = []
         decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
         figures = TaskProgressColumn(), TimeElapsedColumn()
-        with ProgressBar("Generating", *figures, console=console) as bar:
+        noted = f"generating at most {generation.max_tokens:,} tokens"
+        with ProgressBar("Generating", *figures, console=console, noted=noted) as bar:
             bar(0, generation.max_tokens)  # also shows the time of the probes and the prefill
             for last in generation.stream(decoder, tokens, chat=chat):
                 bar(last.generation_tokens, generation.max_tokens)

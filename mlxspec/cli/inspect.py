@@ -11,7 +11,7 @@ from ..errors import OptionError
 from .common.model_choice import model_argument, model_or_default, note_if_demo
 from .common.notes import say
 from .common.options import ADAPTERS, NAME, command, option
-from .common.output import note_if_slow, print_rows, waiting_bar, write_json
+from .common.output import print_rows, waiting_bar, write_json
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -64,7 +64,7 @@ def inspect_command(model: str | None, adapter_path: str | None, anew: bool, as_
     directory = find_directory(model, None, weights=())
     if not named_kind(read_config(directory)):
         own = own_head(directory)
-        with waiting_bar("Loading"):
+        with waiting_bar("Loading", noted=f"loading and examining {model}"):
             examined, _ = load(model, adapter_path=adapter_path)
         report = _model_report(examined, anew)
     elif adapter_path is not None:
@@ -96,7 +96,7 @@ def _model_report(model: nn.Module, anew: bool) -> dict[str, Any]:
     from ..engine.model_sizes import cache_kinds, context_length
 
     loaded = LoadedModel(model, anew=anew)
-    with note_if_slow("Examining the model"):
+    with waiting_bar("Examining the model"):
         (capability, reason), (joint, joint_reason) = loaded.drafts, loaded.joint
     return {
         "layers": len(model.layers),

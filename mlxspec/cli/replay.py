@@ -131,7 +131,8 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     completions = read_completions(traces, tokenizer, asked.limit)
     curves = {name: chip.curve for name, chip in chips.items()}
     classes, n = VocabularyClasses(tokenizer), asked.concurrency
-    with ProgressBar("Replaying") as on_progress:
+    noted = f"replaying {len(completions):,} outputs"
+    with ProgressBar("Replaying", noted=noted) as on_progress:
         comparison = compare(completions, classes, policies, curves, n, on_progress)
     entries = [
         {"chip": chip, "estimated_rows": [*chips[chip].estimated], "decoder": name, **report}

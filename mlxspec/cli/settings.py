@@ -11,6 +11,7 @@ import re
 import stat
 import tomllib
 from collections.abc import MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
@@ -139,6 +140,7 @@ Settings = dict[str, Any]
 
 JSON, TOML, YAML = "JSON without comments", "TOML", "YAML"
 _KINDS = {".json": JSON, ".toml": TOML, ".yaml": YAML, ".yml": YAML}
+_BLOCK_INDICATOR = re.compile(r"^.*?[|>][-+0-9]*")
 _INDENT = re.compile(r"\n([ \t]+)\S")
 
 
@@ -192,7 +194,7 @@ class SettingsFile:
             if wanted == _parse(kind, text):
                 return mark + text
             new = _render(kind, wanted, settings, text)
-            if _parse(kind, new) != wanted:
+            if not _holds(kind, new, wanted):
                 raise ValueError("the edit would change other settings")
         except (ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())
@@ -232,6 +234,13 @@ def _parse(kind: str, text: str) -> Any:
     except yaml.YAMLError as error:
         raise ValueError(error) from error
     return {} if document is None else document
+
+
+def _holds(kind: str, text: str, document: Any) -> bool:
+    """Whether a text is this document."""
+    with suppress(ValueError):
+        return bool(_parse(kind, text) == document)
+    return False
 
 
 def _merge(document: Any, settings: Settings) -> None:
@@ -291,8 +300,9 @@ def _edited_yaml(text: str, settings: Settings) -> str:
     """
     import yaml
 
+    newline = "\r\n" if "\r\n" in text else "\n"
     if text and not text.endswith("\n"):
-        text += "\n"
+        return _edited_yaml(text + newline, settings).removesuffix(newline)
     root = yaml.compose(text, yaml.SafeLoader)
     if root is None:  # comments at most
         new: dict[str, Any] = {}
@@ -302,7 +312,7 @@ def _edited_yaml(text: str, settings: Settings) -> str:
     edits = _edits(text, root, _parse(YAML, text), settings)
     for start, end, new_text in sorted(edits, key=itemgetter(0)):
         edited += text[after:start]
-        edited += new_text.replace("\n", "\r\n") if "\r\n" in text else new_text
+        edited += new_text.replace("\n", newline)
         after = end
     return edited + text[after:]
 
@@ -326,7 +336,9 @@ def _edits(text: str, node: Node, document: Settings, settings: Settings) -> lis
         key, old = pairs[name]
         start, column = key.start_mark.index, key.start_mark.column
         if value is None:
-            edits.append((start, _next_line(text, old), ""))
+            line = text.rfind("\n", 0, start) + 1
+            first = line if text[line:start].isspace() else start
+            edits.append((first, _next_line(text, old), ""))
         elif isinstance(value, dict):
             edits += _edits(text, old, document[name], value)
         elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
@@ -343,12 +355,24 @@ def _edits(text: str, node: Node, document: Settings, settings: Settings) -> lis
                 edits.append(_addition(text, old, new))
         elif document[name] != value:
             if _last(old) is old:
-                edits.append((old.start_mark.index, old.end_mark.index, _flow([value])))
+                edits.append(_replacement(text, old, value))
             else:
                 edits.append((start, _next_line(text, old), _block({name: value}, column)[column:]))
     if more:
         edits.append(_addition(text, node, more))
     return edits
+
+
+def _replacement(text: str, node: Node, value: object) -> _Edit:
+    """The edit that replaces a value that is written in one piece."""
+    start, end, new = node.start_mark.index, node.end_mark.index, _flow([value])
+    if start == end:  # nothing after the colon
+        return start, end, f" {new}"
+    if getattr(node, "style", None) in ("|", ">"):
+        old = text[start:end].rstrip()  # its end mark comes after blank lines
+        comment = _BLOCK_INDICATOR.sub("", old.splitlines()[0], count=1)
+        return start, start + len(old), new + comment
+    return start, end, new
 
 
 def _addition(text: str, node: Node, more: Settings | list[Settings]) -> _Edit:

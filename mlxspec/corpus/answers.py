@@ -498,6 +498,9 @@ def save_settings(settings: Settings) -> None:
         "except": sorted(settings.tokenizers),
         "max_tokens": settings.max_tokens,
     }
-    path, remedy = memory_directory() / _SETTINGS, f"set {ENVIRONMENT_VARIABLE} to another directory"
+    path, remedy = (
+        memory_directory() / _SETTINGS,
+        f"set {ENVIRONMENT_VARIABLE} to another directory",
+    )
     with replaced(path, parents=0o700, remedy=remedy) as file:
         file.write(json.dumps(value, indent=1).encode() + b"\n")

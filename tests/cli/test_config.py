@@ -38,12 +38,12 @@ def test_all_commands_report_a_read_only_place_in_the_same_words(
         patched.setattr("os.access", lambda *_: False)
         patched.setattr("os.statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
         shown.append(run("config", "set", "temp", "1").stderr)
-    how, name = "cannot be written (Read-only file system);", "set MLXSPEC_CONFIG_DIR to another directory\n"
     memory = file.parent / "data" / "memory" / "settings.json"
+    how = "cannot be written (Read-only file system); set MLXSPEC"
     assert shown == [
-        f"Error: {file}: {how} {name}",
-        f"Error: {memory}: {how} set MLXSPEC_DATA_DIR to another directory\n",
-        f"Error: {file}: {how} {name}",
+        f"Error: {file}: {how}_CONFIG_DIR to another directory\n",
+        f"Error: {memory}: {how}_DATA_DIR to another directory\n",
+        f"Error: {file}: {how}_CONFIG_DIR to another directory\n",
     ]
 
 

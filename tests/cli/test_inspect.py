@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from mlxspec.cli.main import main
+from mlxspec.errors import LoadError
 from mlxspec.models import model as loading
 from mlxspec.models import model_files
 from tests.support.architectures import ARCHITECTURES
@@ -148,6 +149,19 @@ def test_a_model_shows_the_head_that_it_carries(
     write_head(tmp_path / "head", "EAGLE-3")
     report = json.loads(inspect(str(tmp_path), "--json").stdout)
     assert report["head"]["files"] == ["head/model.safetensors"]
+
+
+def test_a_pipe_is_told_at_once_that_a_model_is_being_examined(
+    given: Callable[[nn.Module], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise LoadError("read so far")
+
+    given(ARCHITECTURES["llama3"].model())
+    monkeypatch.setattr(loading, "load", load)
+    result = inspect("some/model", "--json")
+    assert result.stderr == "Note: loading and examining some/model …\nError: read so far\n"
+    assert result.stdout == ""
 
 
 def test_a_head_of_an_unknown_kind_is_one_line(tmp_path: Path) -> None:

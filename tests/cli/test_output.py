@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from threading import Event
 
 import pytest
 from rich.console import Console
@@ -16,9 +15,9 @@ from mlxspec.cli.common.output import (
     ProgressBar,
     counted,
     folding_table,
-    note_if_slow,
     output_console,
     print_tables,
+    waiting_bar,
 )
 
 ROWS = [("copy a long text", "3", "1.59× (worst)"), ("free", "12", "1.00×")]
@@ -177,17 +176,15 @@ def test_a_note_breaks_between_words_at_a_terminal(monkeypatch: pytest.MonkeyPat
     ]
 
 
-def test_slow_work_is_noted_once_without_a_terminal(
+def test_long_work_begins_with_a_note_where_no_bar_can_appear(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with note_if_slow("Examining the model"):
+    with waiting_bar("Loading"):
         pass
     assert capsys.readouterr().err == ""
-    noted, said = Event(), list[str]()
-    monkeypatch.setattr("mlxspec.cli.common.output._PATIENCE", 0)
-    monkeypatch.setattr(
-        "mlxspec.cli.common.output.note", lambda text: (said.append(text), noted.set())
-    )
-    with note_if_slow("Examining the model"):
-        noted.wait()
-    assert said == ["examining the model …"]
+    with waiting_bar("Examining", noted="examining x"):
+        assert capsys.readouterr().err == "Note: examining x …\n"
+    console = Console(file=io.StringIO(), force_terminal=True, width=40, _environ={})
+    with ProgressBar("Examining", console=console, noted="examining x"):
+        pass
+    assert capsys.readouterr() == ("", "")

@@ -163,19 +163,56 @@ def test_yaml_keeps_all_other_text() -> None:
     ("old", "new"),
     [
         ("# mine\n", "# mine\na:\n  b: 1\nlist:\n- name: x\n"),
-        ("# mine", "# mine\na:\n  b: 1\nlist:\n- name: x\n"),
+        ("# mine", "# mine\na:\n  b: 1\nlist:\n- name: x"),
         ("---\nc: ~ #\n...\n", "---\nc: ~ #\na:\n  b: 1\nlist:\n- name: x\n...\n"),
-        ("c:", "c:\na:\n  b: 1\nlist:\n- name: x\n"),
-        ("{}", "{a: {b: 1}, list: [{name: x}]}\n"),
+        ("c:", "c:\na:\n  b: 1\nlist:\n- name: x"),
+        ("c: 010\r\nd: no", "c: 010\r\nd: no\r\na:\r\n  b: 1\r\nlist:\r\n- name: x"),
+        ("{}", "{a: {b: 1}, list: [{name: x}]}"),
         ("{c: [010]} # mine\n", "{c: [010], a: {b: 1}, list: [{name: x}]} # mine\n"),
         ("list: [] # none\na: {}\n", "list: [{name: x}] # none\na: {b: 1}\n"),
         ("a:\n    c:\n      d: 1\n", "a:\n    c:\n      d: 1\n    b: 1\nlist:\n- name: x\n"),
-        ("list:\n- a\na: {b: 0}", "list:\n- a\n- name: x\na: {b: 1}\n"),
+        ("list:\n- a\na: {b: 0}", "list:\n- a\n- name: x\na: {b: 1}"),
         ("a:\n  b:\n  - 1\n  #\n", "a:\n  b: 1\nlist:\n- name: x\n  #\n"),
     ],
 )
 def test_yaml_is_edited_where_the_settings_belong(old: str, new: str) -> None:
     assert merged("x.yaml", old, a={"b": 1}, list=[{"name": "x"}]) == new
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("a: |\n  x\n  y\nc: no\n", "a: new\nc: no\n"),
+        (
+            "a: >2-  # why | not\n  x\n\n  y\n\n\n# z\nc: 010\n",
+            "a: new  # why | not\n\n\n# z\nc: 010\n",
+        ),
+        ("a:\n  |+\n  x\n\nc: 1\n", "a:\n  new\n\nc: 1\n"),
+        ("c: 1\na: |\r\n  x\r\n  y", "c: 1\na: new"),
+        ("a: &x |\n  x\n", "a: new\n"),
+        ("a: &x old # z\nc: yes\n", "a: new # z\nc: yes\n"),
+        ("a: !!str 5\n", "a: new\n"),
+        ("a: 'x\n  y' # z\n", "a: new # z\n"),
+        ("a: x\n  y # z\nc: 2026-01-01\n", "a: new # z\nc: 2026-01-01\n"),
+        ("a:\nc: 1\n", "a: new\nc: 1\n"),
+        ("a: # z\nc: 1\n", "a: new # z\nc: 1\n"),
+        ("{c: [], a: {x: 1}} # z\n", "{c: [], a: new} # z\n"),
+    ],
+)
+def test_a_value_of_yaml_is_replaced_however_it_is_written(old: str, new: str) -> None:
+    assert merged("x.yaml", old, a="new") == new
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("b:\n  c: 1\n  a: 2\n  d: 3\n", "b:\n  c: 1\n  d: 3\n"),
+        ("b:\n  c: 1\n  a: |\n    x\n", "b:\n  c: 1\n"),
+        ("b:\n    a: 1 # z\n    c: 2\n", "b:\n    c: 2\n"),
+    ],
+)
+def test_a_setting_of_yaml_is_removed_with_its_line(old: str, new: str) -> None:
+    assert merged("x.yaml", old, b={"a": None}) == new
 
 
 @pytest.mark.parametrize(
@@ -248,6 +285,8 @@ def test_comments_of_toml_stay() -> None:
         ("x.yaml", "- a", "the settings belong in an object"),
         ("x.yaml", "--- {a: 1}\n---\n{b: 2}", "as YAML"),
         ("x.yaml", "a: !mine 1", "as YAML"),
+        ("x.yaml", "servers: &x\n  - a\n", "the settings belong in an object"),
+        ("x.yaml", "servers: &x\n  b: 1\n", "the edit would change other settings"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_its_name(name: str, text: str, message: str) -> None:
@@ -310,5 +349,9 @@ def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="cannot be edited as JSON"):
         SettingsFile(tmp_path / "deep.json", OURS).merged("[" * 5000 + "]" * 5000)
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileError, match=r"x\.json: cannot be written \((File ex|Not a d)"):
+    with pytest.raises(
+        FileError,
+        match=r"x\.json: cannot be written \((File ex|Not a d)[^)]*\); "
+        "make it writable, or change it by hand",
+    ):
         SettingsFile(tmp_path / "file" / "x.json", OURS).write("{}")

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from threading import Timer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -92,7 +91,7 @@ def confirm(asking: str, question: str, refused: str) -> None:
 
 
 class ProgressBar(Progress):
-    """Shows a progress bar on an interactive terminal, and nothing elsewhere.
+    """Shows a progress bar on an interactive terminal. Elsewhere, it prints a note at most.
 
     Call it with the amount of work done and the total, which is None if unknown. The bar is erased
     when all work is done, or at the end of the ``with`` block.
@@ -102,10 +101,16 @@ class ProgressBar(Progress):
         figures: the columns after the bar; by default the percentage.
         console: where to draw the bar; by default on standard error.
         least: the smallest total for which a bar is shown.
+        noted: the note to print, without a terminal, when the ``with`` block begins.
     """
 
     def __init__(
-        self, what: str, *figures: ProgressColumn, console: Console | None = None, least: float = 0
+        self,
+        what: str,
+        *figures: ProgressColumn,
+        console: Console | None = None,
+        least: float = 0,
+        noted: str = "",
     ) -> None:
         console = console or error_console()
         super().__init__(
@@ -119,9 +124,11 @@ class ProgressBar(Progress):
             disable=not console.is_interactive,
         )
         self._only = self.add_task(what, total=None)
-        self._least = least
+        self._least, self._noted = least, noted
 
     def __enter__(self) -> ProgressBar:
+        if self._noted and self.disable:
+            note(f"{self._noted} …")
         return self  # the first call with work to do starts it
 
     def __call__(self, done: float, total: float | None = 1.0) -> None:
@@ -139,28 +146,14 @@ def prefill_bar(console: Console) -> ProgressBar:
 
 
 @contextmanager
-def waiting_bar(what: str, console: Console | None = None) -> Iterator[None]:
-    """Show at a terminal that work is under way, and for how long, while its extent is unknown."""
-    with ProgressBar(what, TimeElapsedColumn(), console=console) as bar:
+def waiting_bar(what: str, console: Console | None = None, noted: str = "") -> Iterator[None]:
+    """Show at a terminal that work is under way, and for how long, while its extent is unknown.
+
+    The arguments are those of :class:`ProgressBar`.
+    """
+    with ProgressBar(what, TimeElapsedColumn(), console=console, noted=noted) as bar:
         bar(0, None)
         yield
-
-
-_PATIENCE = 5.0  # seconds
-
-
-@contextmanager
-def note_if_slow(what: str) -> Iterator[None]:
-    """Like :func:`waiting_bar`; without a terminal, print one note if the work is slow."""
-    console = error_console()
-    timer = Timer(_PATIENCE, note, [f"{what[0].lower()}{what[1:]} …"])
-    if not console.is_interactive:
-        timer.start()
-    try:
-        with waiting_bar(what, console):
-            yield
-    finally:
-        timer.cancel()
 
 
 def folding_table(heading: str, *others: str, caption: str | None = None) -> Table:
