@@ -54,7 +54,8 @@ def cache_prompt_command(
       mlxspec cache-prompt --prompt-file a.txt --prompt-cache-file a.safetensors
       mlxspec generate --prompt-cache-file a.safetensors "Who is the narrator?"
 
-    The prompt may also come through a pipe. 'generate' needs the same --model and --adapter-path.
+    The prompt may also come through a pipe. 'generate' needs the same --model and --adapter-path,
+    or copies of them.
 
     "mlx_lm.generate --prompt-cache-file" reads this file, too, and 'generate' reads files of
     "mlx_lm.cache_prompt". With a chat template, this prompt is the beginning of the user's message,
@@ -70,6 +71,7 @@ def cache_prompt_command(
     from ..engine.prompt_cache import (
         check_replaceable,
         check_savable,
+        digest_of_weights,
         prompt_cache_path,
         save_prompt_cache,
     )
@@ -97,18 +99,23 @@ def cache_prompt_command(
         deque(generate_step(mx.array(tokens), loaded, max_tokens=0, **options), maxlen=0)
     adapters = "" if adapter_path is None else absolute_name(adapter_path)
     metadata = {"model": name, "tokenizer_config": "{}", ADAPTERS_OF_FILE: adapters}
+    metadata[_WEIGHTS] = digest_of_weights(loaded)
     save_prompt_cache(path, cache, metadata, tokens=tokens)
     note(f"{path} holds {len(tokens):,} tokens, {path.stat().st_size / 1e6:,.1f} MB")
 
 
 ADAPTERS_OF_FILE = "adapter_path"
 """The key of the adapters' directory in a file's metadata; the value is "" without adapters."""
+_WEIGHTS = "weights"  # the key of their digest, which mlx-lm's files lack
 _LONGEST_NAME = 200  # characters of a model's name to show
 _QUERY = "<query>"  # mlx-lm's placeholder, which no template contains
 
 
 class CachedPrompt:
     """The content of a prompt cache file, which other prompts can continue.
+
+    A file of ``mlxspec cache-prompt`` fits its model wherever that is now, as a digest of the
+    weights shows. A file of mlx-lm only names its model.
 
     Args:
         file: the file, made by ``mlxspec cache-prompt`` or ``mlx_lm.cache_prompt``.
@@ -126,12 +133,17 @@ class CachedPrompt:
         self.file = file
         self._cache, metadata = load_prompt_cache(file, return_metadata=True)
         self._tokens = tokens_in(metadata, self._cache)
+        self._weights = metadata.get(_WEIGHTS)
+        self._otherwise = "was made with other weights: make it again with 'mlxspec cache-prompt'"
         for key, asked in (("model", model), (ADAPTERS_OF_FILE, adapter_path or "")):
             own = metadata.get(key, asked)
-            if asked != own and _place(asked) != _place(own):
-                made = one_line(own[:_LONGEST_NAME]) or "none"
-                option = f"--{key.replace('_', '-')}"
-                raise FileError(f"{file} was made with {option} {made}: give the same here")
+            if asked == own or _place(asked) == _place(own):
+                continue
+            made = one_line(own[:_LONGEST_NAME]) or "none"
+            self._otherwise = f"was made with --{key.replace('_', '-')} {made}: give the same here"
+            may_be_a_copy = asked and own and os.path.exists(_place(asked))
+            if not (self._weights and may_be_a_copy):
+                raise FileError(f"{file} {self._otherwise}")
 
     def continued(
         self, prompt: str | list[int], options: PromptOptions, decoder: Decoder
@@ -141,12 +153,14 @@ class CachedPrompt:
         If the file lists the tokens in its cache, drafts can be taken from these, too.
 
         Raises:
-            FileError: the file belongs to another model.
+            FileError: the file was made with another model.
             PromptError: the chat template fails.
         """
-        from ..engine.prompt_cache import check_fits
+        from ..engine.prompt_cache import check_fits, digest_of_weights
         from ..generation.session import Session
 
+        if self._weights not in (None, digest_of_weights(decoder.model)):
+            raise FileError(f"{self.file} {self._otherwise}")
         check_fits(self._cache, decoder.model, self.file)
         following, chat = _following(prompt, options, decoder.tokenizer)
         how: dict[str, Any] = {"chat": chat, "prompt_cache": self._cache}

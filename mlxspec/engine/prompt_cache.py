@@ -10,6 +10,7 @@ files.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO, Literal, cast, overload
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generation_stream
 from mlx_lm.models import cache as mlx_lm_caches
@@ -36,6 +38,7 @@ from ..errors import FileError, OptionError
 from ..files import check_writable, replaced
 from .caches import TreeKVCache, TreeQuantizedKVCache, WindowKVCache, cached_length, parts
 from .capability import capability_with
+from .costs import model_identity
 from .loaded_model import LoadedModel
 from .params import CacheOptions
 from .target import Capability, Target, target_for
@@ -288,6 +291,25 @@ def _read_errors(file: Path) -> Iterator[None]:
             f"{file} is damaged, or not a prompt cache that this version of mlx-lm can read: make "
             "it again with 'mlxspec cache-prompt'"
         ) from error
+
+
+_SAMPLES = 64  # about how many numbers of each array enter a digest
+
+
+def digest_of_weights(model: nn.Module) -> str:
+    """A digest that distinguishes models, fine-tuned ones included, wherever their files are.
+
+    It covers the configuration, the shapes and data types, and samples of every array.
+    """
+    digest = hashlib.sha256(model_identity(model)["digest"].encode())
+    samples = []
+    for _, weight in sorted(tree_flatten(model.parameters())):
+        spread = weight.reshape(-1)[:: max(1, weight.size // _SAMPLES)]
+        samples.append(mx.contiguous(spread).view(mx.uint8))
+    mx.eval(samples)
+    for sample in samples:
+        digest.update(np.array(sample).tobytes())
+    return digest.hexdigest()
 
 
 def prompt_cache_path(file_name: str | os.PathLike[str]) -> Path:

@@ -25,15 +25,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..corpus.suffix_index import common_length
 from ..engine.caches import for_steps, is_trimmable_anywhere, parts
-from ..engine.costs import model_identity
 from ..engine.params import CacheOptions
-from ..engine.prompt_cache import read_prompt_cache_metadata
+from ..engine.prompt_cache import digest_of_weights, read_prompt_cache_metadata
 from ..errors import FileError, MlxspecError
 from ..files import is_ours_alone
 from ..generation.session import Session
@@ -45,7 +42,6 @@ _OPENING = 16  # the most tokens at a prompt's end that open the answer; later p
 _WORTH_WAITING = 64  # tokens of prefill; no request waits for another to save fewer
 _FORMAT = 1
 _FILES = "[0-9a-f]" * 64 + "*.safetensors"
-_SAMPLES = 64  # about how many numbers of each array enter a model's fingerprint
 
 _uses = itertools.count(1)  # counts uses over all models, to compare when entries were last used
 
@@ -413,16 +409,8 @@ class PrefixCache:
         """A digest that distinguishes models, fine-tuned ones included, and cache options."""
         options = asdict(self.options)  # the step size, too: it affects what is quantised
         versions = [version("mlx"), version("mlx-lm")]
-        described = json.dumps([_FORMAT, model_identity(self.model)["digest"], options, versions])
-        digest = hashlib.sha256(described.encode())
-        samples = []
-        for _, weight in sorted(tree_flatten(self.model.parameters())):
-            spread = weight.reshape(-1)[:: max(1, weight.size // _SAMPLES)]
-            samples.append(mx.contiguous(spread).view(mx.uint8))
-        mx.eval(samples)
-        for sample in samples:
-            digest.update(np.array(sample).tobytes())
-        return digest.hexdigest()
+        described = json.dumps([_FORMAT, digest_of_weights(self.model), options, versions])
+        return hashlib.sha256(described.encode()).hexdigest()
 
 
 def _remove(path: Path) -> None:

@@ -165,6 +165,40 @@ def test_a_file_is_compared_by_the_model_not_by_its_name(tmp_path: Path) -> None
         CachedPrompt(str(file), str(copy), None)
 
 
+def test_a_file_goes_with_its_model_to_another_place(tmp_path: Path) -> None:
+    file = tmp_path / "c.safetensors"
+    first, moved = tmp_path / "first", tmp_path / "moved"
+    shutil.copytree(DEMO_DIRECTORY, first)
+    cached(file, "--model", first)
+    expected = generated(file, "--model", first)["tokens"]
+    first.rename(moved)
+    assert generated(file, "--model", moved)["tokens"] == expected
+    assert generated(file, "--model", "demo")["tokens"] == expected
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "layers.5.mlp.down_proj.weight"])
+def test_a_file_of_other_weights_is_refused_at_the_same_place(tmp_path: Path, name: str) -> None:
+    file, model = tmp_path / "c.safetensors", tmp_path / "model"
+    shutil.copytree(DEMO_DIRECTORY, model)
+    cached(file, "--model", model)
+    weights = mx.load(str(model / "model.safetensors"))
+    weights[f"model.{name}"] *= 1.01
+    mx.eval(weights)
+    mx.save_safetensors(str(model / "model.safetensors"), weights, {"format": "mlx"})
+    asked = ("--model", model, "--prompt-cache-file", file, "--prompt", END)
+    result = run(generate_command, *asked)
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"Error: {file} was made with other weights: make it again with 'mlxspec cache-prompt'\n"
+    )
+    shutil.copytree(DEMO_DIRECTORY, tmp_path / "first")
+    cached(file, "--model", tmp_path / "first", "--force")
+    result = run(generate_command, *asked)
+    assert result.exit_code == 1
+    expected = f"Error: {file} was made with --model {tmp_path / 'first'}: give the same here\n"
+    assert result.stderr == expected
+
+
 @pytest.mark.parametrize("name", ["book.foo", "book", "."])
 def test_a_name_that_generate_would_not_find_is_refused(tmp_path: Path, name: str) -> None:
     options = ("--model", "demo", "--prompt", "a", "--prompt-cache-file", tmp_path / name)
@@ -175,9 +209,10 @@ def test_a_name_that_generate_would_not_find_is_refused(tmp_path: Path, name: st
 
 
 def made_by(model: str, file: Path) -> Path:
-    """Write a cache file with this model's name."""
+    """Write a cache file with this model's name and, as by mlx-lm, no digest of its weights."""
     cached(file)
     arrays, metadata = mx.load(str(file), return_metadata=True)
+    del metadata["0.weights"]
     mx.save_safetensors(str(file), arrays, {**metadata, "0.model": model})
     return file
 
