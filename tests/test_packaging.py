@@ -59,6 +59,13 @@ def test_an_editable_install_adds_a_path() -> None:
     assert tomlkit.parse(text).unwrap()["tool"]["setuptools"]["package-dir"] == {"": "."}
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a clone")
+@pytest.mark.parametrize("name", ["mlx_model", "mlx_head", "mlx_anything", ".mlx_model.partial"])
+def test_what_convert_writes_into_a_clone_is_no_untracked_file(name: str) -> None:
+    done = subprocess.run(["git", "check-ignore", "-q", f"{name}/config.json"], cwd=ROOT)
+    assert done.returncode == 0
+
+
 def test_the_version_is_the_same_everywhere() -> None:
     assert project()["version"] == mlxspec.__version__
 

@@ -72,6 +72,19 @@ def test_what_a_head_drafts_is_marked(headed: Path, heads_pay: None, nothing_set
     assert not re.search(r"\bhead\b", shown)
 
 
+def test_the_page_has_a_heading_and_shows_steps_with_accepted_drafts(endless: Path, tmp_path: Path):
+    page = tmp_path / "steps.html"
+    arguments = ("--prompt", "xx", "--decoder", "prompt-lookup", "--max-tokens", 20)
+    whole = explain(endless, *arguments, "--skip", 0, "--steps", 99).stdout
+    accepted = re.findall(r"^Step (\d+) of .*\n\d+ rows: [1-9]\d* of", whole, re.MULTILINE)
+    assert "1" not in accepted  # nothing is repeated yet
+    shown = explain(endless, *arguments, "--html", page).stdout
+    assert re.findall(r"^Step (\d+) of", shown, re.MULTILINE) == accepted[:3]
+    text = re.sub(r"<[^>]+>", "", page.read_text())
+    assert re.search(r"^ *Steps of speculative decoding *$", text, re.MULTILINE)
+    assert re.findall(r"^Step (\d+) of", text, re.MULTILINE) == accepted[:3]
+
+
 def test_a_draft_is_drawn_with_its_walk(endless: Path):
     result = explain(
         endless, *PROMPT, "--n-draft", 3, "--max-tokens", 30, "--skip", 7, "--steps", 1

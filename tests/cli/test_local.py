@@ -100,6 +100,20 @@ def test_ctrl_c_while_a_model_loads_keeps_the_one_before_and_twice_leaves(
             conversation.model.switch(other)
 
 
+def test_after_ctrl_c_a_chat_says_which_model_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Memories(keeps=False) as memories:
+        conversation = chat_with(generation("demo"), memories)
+        monkeypatch.setattr(LocalModel, "switch", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            COMMANDS["/model [NAME]"][1](conversation, "other")
+    assert capsys.readouterr().err == "Still chatting with demo.\n"
+
+
 def test_a_head_that_is_named_is_for_the_first_model_only_and_comes_back_with_it(
     headed: Path, tmp_path: Path
 ) -> None:

@@ -1,5 +1,6 @@
 """``convert.py`` as a user runs it: messages, exit codes, and files after a failure."""
 
+import errno
 import os
 import pty
 import re
@@ -102,7 +103,11 @@ def test_an_interrupt_is_status_130(monkeypatch: pytest.MonkeyPatch):
 def test_a_disk_without_room_is_an_error_before_anything_is_written(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3000))
+    monkeypatch.setattr(conversion, "copy_tokenizer", fails)  # comes later
     result = CliRunner().invoke(
         convert_command, ["--torch-path", str(checkpoint), "--mlx-path", str(tmp_path / "out")]
     )

@@ -40,7 +40,10 @@ def rows(document: str) -> list[list[str]]:
 
 def test_the_page_shows_the_figures_of_the_status() -> None:
     with running_server() as server:
-        assert "No requests yet." in shown_text(shown_document(server.address + "/"))
+        idle = shown_document(server.address + "/")
+        assert "No requests yet." in shown_text(idle)
+        figures = re.findall(r'class="figure[^"]*">([^<]*)<', idle)
+        assert set(figures) == {"–"}  # and no large zeros
         for _ in range(3):
             server.client().chat.completions.create(**ASK, max_tokens=64)
         page = shown_document(server.address + "/")
@@ -84,6 +87,15 @@ def test_a_server_with_keys_shows_nothing_without_one() -> None:
     assert text == PAGE
     assert '<form id="lock">' in page
     assert '<main hidden="">' in page
+
+
+def test_no_tile_stands_alone() -> None:
+    tiles = PAGE[PAGE.index("const TILES") : PAGE.index("for (const tile of TILES)")].count(
+        "title:"
+    )
+    columns = re.findall(r"\.tiles \{.*?grid-template-columns: repeat\((\d+)", PAGE)
+    assert len(columns) >= 2
+    assert all(tiles % int(number) == 0 for number in columns)
 
 
 def test_the_page_asks_nobody_else_for_anything() -> None:
