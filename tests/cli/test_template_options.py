@@ -14,12 +14,14 @@ import pytest
 from click.testing import CliRunner, Result
 from mlx_lm.generate import main as mlx_lm_generate
 
+import mlxspec
 from mlxspec.cli.cache_prompt import cache_prompt_command
 from mlxspec.cli.chat import chat_command
 from mlxspec.cli.explain import explain_command
 from mlxspec.cli.generate import generate_command
 from mlxspec.generation.session import Session
 from mlxspec.models.model_files import DEMO_DIRECTORY
+from tests.support.scripted_model import write_scripted_model
 
 PROMPT = 'Repeat the following phrase 2 times: "The red fox sees the river.".'
 TEMPLATE = """\
@@ -235,3 +237,27 @@ def test_a_wrong_configuration_is_one_line_of_a_process() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("Error: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "content", ["{% for part in m.content %}{{ part.text }}{% endfor %}", "{{ m.content + '' }}"]
+)
+def test_a_question_reaches_templates_of_texts_and_of_parts(tmp_path: Path, content: str) -> None:
+    """The model continues the piece that it was asked for last; without a question, it begins."""
+    model = write_scripted_model(tmp_path / "model", ("one", " two", " three"), ends=True)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    settings["chat_template"] = f"{{% for m in messages %}}{content}{{% endfor %}}"
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    contents = "one", [{"type": "text", "text": "one"}]
+    messages = [[{"role": "user", "content": one}] for one in contents]
+    (tmp_path / "asked.jsonl").write_text(
+        "".join(json.dumps({"messages": one}) + "\n" for one in messages)
+    )
+    decoder = mlxspec.AutoDecoder(*mlxspec.load(model))
+    said = [decoder.generate(one, 5).text for one in messages]
+    said.append(
+        json.loads(run(generate_command, "-m", model, "--json", "-p", "one").stdout)["text"]
+    )
+    lines = run(generate_command, "-m", model, "--prompts", tmp_path / "asked.jsonl").stdout
+    said += [json.loads(line)["text"] for line in lines.splitlines()]
+    assert [text.strip() for text in said] == ["two three"] * 5

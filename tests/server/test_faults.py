@@ -874,6 +874,22 @@ def test_a_server_that_ends_says_so_and_leaves_nothing(stream: bool) -> None:
     assert model.cache.lend(prompt).length >= len(prompt)  # it was returned
 
 
+def test_a_server_that_ends_does_not_process_a_long_prompt_to_its_end() -> None:
+    with (
+        running_server(served(prefill_step_size=64)) as server,
+        braked(server.decoder.model) as brake,
+        ThreadPoolExecutor() as pool,
+    ):
+        brake.seconds = 0.03
+        asked = pool.submit(post, server, TEXT, {"prompt": LONG, "stream": True})
+        wait_until(lambda: server.worker.requests and only_request(server).prefilled > 200)
+        server.worker.stop()
+        *_, error, done, _ = asked.result().text.split("\n\n")
+        assert sum(brake.rows) < len(LONG) - 200
+    assert "the server is shutting down" in error
+    assert done == "data: [DONE]"
+
+
 # --- too many requests ---
 
 
