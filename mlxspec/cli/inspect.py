@@ -53,27 +53,31 @@ def inspect_command(model: str | None, adapter_path: str | None, anew: bool, as_
     mlxspec, mlx-lm, MLX, the configuration or the quantisation changes. With --anew, about two
     hundred trial steps run on MODEL itself, and their findings replace those that are kept.
     """
-    from ..engine.costs import model_identity
     from ..models.heads import named_kind, sizes_needed
-    from ..models.heads.loading import find_head, head_directory, load_lazily, own_head
-    from ..models.model import load
     from ..models.model_files import find_directory, read_config
 
     note_if_demo(model)
     model = model_or_default(model)
     directory = find_directory(model, None, weights=())
-    if not named_kind(read_config(directory)):
-        own = own_head(directory)
-        with waiting_bar("Loading", noted=f"loading and examining {model}"):
-            examined, _ = load(model, adapter_path=adapter_path)
-        report = _model_report(examined, anew)
-    elif adapter_path is not None:
+    is_head = bool(named_kind(read_config(directory)))
+    if is_head and adapter_path is not None:
         raise OptionError(f"--adapter-path {adapter_path}: trained heads have no adapters")
-    else:
-        own = find_head(head_directory(model))
-        examined = load_lazily(own)
-        target = {"families": list(own.kind.families), **sizes_needed(own.config)}
-        report = {"most": examined.most, "target": target}
+    with waiting_bar("Loading", noted="" if is_head else f"loading and examining {model}"):
+        # These import mlx-lm, which takes a second.
+        from ..engine.costs import model_identity
+        from ..models.heads.loading import find_head, head_directory, load_lazily, own_head
+        from ..models.model import load
+
+        if not is_head:
+            own = own_head(directory)
+            examined, _ = load(model, adapter_path=adapter_path)
+        else:
+            own = find_head(head_directory(model))
+            examined = load_lazily(own)
+            target = {"families": list(own.kind.families), **sizes_needed(own.config)}
+            report = {"most": examined.most, "target": target}
+    if not is_head:
+        report = _model_report(examined, anew)
     identity = model_identity(examined)
     # The bits per weight are those in memory: on the CPU, half precision becomes float32.
     report |= {key: identity[key] for key in ("type", "parameters", "bits_per_weight")}

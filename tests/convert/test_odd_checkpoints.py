@@ -92,12 +92,14 @@ def test_what_is_not_a_number_in_the_checkpoint_is_refused(source: Path, dtype: 
 
 
 @pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    ("stated", "nested"), [("bfloat16", False), ("torch.bfloat16", False), ("bfloat16", True)]
+)
 def test_the_type_that_the_configuration_names_is_taken(
-    source: Path, name: str, nested: bool
+    source: Path, name: str, stated: str, nested: bool
 ) -> None:
     change(source, mx.float32)
-    named = {name: "bfloat16"}
+    named = {name: stated}
     settings(source, **({"text_config": named} if nested else named))
     convert(hf_path=source, mlx_path=source.parent / "out")
     assert {a.dtype for a in tensors(source.parent / "out").values()} == {mx.bfloat16}
