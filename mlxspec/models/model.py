@@ -152,10 +152,11 @@ def load_lazily(
         problem = NO_MODEL if named_kind(config) else reason(error)
         method = _quantised_by(config)
         if method and "not supported" not in one_line(error):
+            # Other errors, such as UnboundLocalError, mean nothing to a user.
+            why = f" ({one_line(error)})" if isinstance(error, ValueError) else ""
             problem = (
-                f"the weights are quantised by {printable(method)}, which mlx-lm cannot read "
-                f"({one_line(error)}); use the original in 16 bits, and quantise it with "
-                "`mlxspec convert -q`"
+                f"the weights are quantised by {printable(method)}, which mlx-lm cannot read{why}; "
+                "use the original in 16 bits, and quantise it with `mlxspec convert -q`"
             )
         raise LoadError(f"{directory}: {problem}") from error
     return model, config

@@ -228,6 +228,12 @@ def test_what_has_quantised_a_model_is_named(source: Path) -> None:
     message = refused(source)
     assert message.startswith(f"{source}: the weights are quantised by bitsandbytes, which mlx-lm")
     assert "use the original in 16 bits" in message
+    settings(source, quantization_config={"quant_method": "gptq", "bits": 4})
+    (source / "model-2.safetensors").unlink()
+    assert refused(source) == (
+        f"{source}: the weights are quantised by gptq, which mlx-lm cannot read; use the original "
+        "in 16 bits, and quantise it with `mlxspec convert -q`"
+    )
 
 
 def test_adapters_alone_are_named(tmp_path: Path) -> None:
