@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_LONE = re.compile("[\ud800-\udfff]")
 
 
-def load_json(text: str | bytes, parse: Callable[[str], Any] = json.loads) -> Any:
+def load_json(text: str | bytes | bytearray, parse: Callable[[str], Any] = json.loads) -> Any:
     """Parse a JSON text; bytes are UTF-8.
 
     A lone surrogate (``"\\ud800"``), which cannot be encoded, becomes U+FFFD.
@@ -18,13 +18,13 @@ def load_json(text: str | bytes, parse: Callable[[str], Any] = json.loads) -> An
     Raises:
         ValueError, RecursionError: the text is not JSON, or is nested too deeply.
     """
-    if isinstance(text, bytes):
+    if not isinstance(text, str):
         text = text.decode("utf-8-sig")
     value = parse(text)
-    return _mended(value) if _SURROGATE.search(text) else value
+    return _mended(value) if "\\ud" in text or "\\uD" in text else value
 
 
-_PIECE = 1 << 20  # characters; other threads wait while one is encoded
+_PIECE = 1 << 14  # characters; other threads wait while one is searched
 
 
 def _mended(value: Any) -> Any:
@@ -40,9 +40,8 @@ def _mended(value: Any) -> Any:
 
 
 def without_lone_surrogates(text: str) -> str:
-    """Replace lone surrogates with U+FFFD, so that the text can be encoded."""
-    # UTF-16 joins two adjacent halves into their character.
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    """Replace the lone surrogates of a parsed text with U+FFFD, so that it can be encoded."""
+    return _LONE.sub("\ufffd", text)  # the parser has joined the pairs
 
 
 def json_lines(lines: Iterable[str | bytes]) -> Iterator[tuple[int, Any]]:

@@ -80,6 +80,11 @@ def test_half_a_surrogate_pair_becomes_a_replacement_character() -> None:
     ]
 
 
+def test_half_pairs_are_replaced_in_every_piece_of_a_long_text() -> None:
+    written = json.dumps(["😀\ud83d" * 50_000 + "\ude00"]).encode()
+    assert read_body(written) == ["😀\ufffd" * 49_999 + "😀😀"]
+
+
 @pytest.mark.parametrize(
     "number",
     [
