@@ -72,6 +72,8 @@ def chat_prompt(
         raise ApiError(
             f"This model does not support tools, since {reason}: leave tools out.", param="tools"
         )
+    contents = sum(len(message.get("content") or "") for message in body.conversation)
+    check_length(contents, body.param, longest)  # before the template, which may take seconds
     chat = _templated(body, tokenizer, arguments or {})
     text, trims_space = chat.text, chat.trims_space
     initial = initial_state(tokenizer)
@@ -125,27 +127,27 @@ def text_ids(
     text: str, param: str, tokenizer: TokenizerWrapper, longest: int | None, special: bool = False
 ) -> list[int]:
     """The token ids of a text, with BOS if ``special``; raises as :func:`check_length` does."""
-    check_length(text, param, longest)
+    check_length(len(text), param, longest)
     return cast(list[int], tokenizer.encode(text, add_special_tokens=special))
 
 
 _LONGEST_TOKEN = 128  # characters per token, averaged over a text; most texts have four
 
 
-def check_length(text: str, param: str, longest: int | None) -> None:
+def check_length(length: int, param: str, longest: int | None) -> None:
     """Refuse a text that is far too long for the context, before it is tokenized.
 
     Args:
-        text: the text that the model would read.
+        length: the characters of the text that the model would read.
         param: the text's field in the body.
         longest: the model's context length in tokens; None if unknown.
 
     Raises:
         ApiError: the text is too long.
     """
-    if longest is not None and len(text) > _LONGEST_TOKEN * longest:
+    if longest is not None and length > _LONGEST_TOKEN * longest:
         raise ApiError(
-            f"the prompt is too long: the {len(text):,} characters of {param} do not fit into "
+            f"the prompt is too long: the {length:,} characters of {param} do not fit into "
             f"the model's context of {longest:,} tokens; shorten it",
             param=param,
             code="context_length_exceeded",
@@ -347,7 +349,7 @@ def completion_prompts(
     prompts = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            check_length(prompt + body.suffix, body.param, longest)
+            check_length(len(prompt) + len(body.suffix), body.param, longest)
         ends: tuple[int, ...] = ()
         if body.suffix:
             text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)

@@ -203,6 +203,15 @@ def test_what_the_template_makes_is_measured_before_it_is_tokenized(
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
 
 
+def test_contents_are_measured_before_the_template_runs() -> None:
+    tokenizer = chat_tokenizer("json_tools", template="{{ raise_exception('it runs') }}")
+    called = {"role": "assistant", "content": None, "tool_calls": [CALLED]}
+    for length, expected in ((128_000, "it runs"), (128_001, "the 128,001 characters of messages")):
+        messages = [called, {"role": "user", "content": "a" * length}]
+        with pytest.raises(ApiError, match=expected):
+            chat_prompt(parse(ChatBody, {"messages": messages}), tokenizer, 1000)
+
+
 def test_a_prompt_and_a_suffix_are_measured_before_they_are_tokenized(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -224,7 +233,7 @@ def test_no_text_that_fits_is_refused(part: str, longest: int) -> None:
     tokenizer = demo().tokenizer
     text = part * (60 * longest)
     if len(tokenizer.encode(text, add_special_tokens=False)) <= longest:
-        check_length(text, "prompt", longest)
+        check_length(len(text), "prompt", longest)
 
 
 @pytest.mark.parametrize("name", ["bos_token", "eos_token", "pad_token", "unk_token", "cls_token"])
