@@ -12,6 +12,7 @@ import queue
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -677,6 +678,8 @@ def _serve(
     # The objects that exist now never become garbage. Without this call, each full collection would
     # scan them, which delays every request by 100 ms.
     gc.freeze()
+    # The event loop waits this long for each of its system calls while another thread computes.
+    sys.setswitchinterval(0.001)
     with suppress(KeyboardInterrupt):  # uvicorn raises it again after its shutdown
         server.run(sockets=[listening])
     ended.set()
