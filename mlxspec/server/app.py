@@ -166,7 +166,7 @@ async def _held(lock: asyncio.Lock | asyncio.Semaphore, make: Callable[[], _Resu
     return await asyncio.shield(asyncio.create_task(run()))
 
 
-async def _arrived(request: Request, places: asyncio.Semaphore) -> list[bytes]:
+async def _arrived(request: Request, places: asyncio.Semaphore) -> bytearray:
     """Read a body. Raises ApiError if it arrives slowly, and others may wait for its place."""
     reading = asyncio.create_task(body_of(request))
     try:
@@ -353,10 +353,10 @@ class Endpoints:
         length = stated_length(request)
         places = next(places for size, places in self._bodies.items() if length <= size)
         async with places:
-            parts = await _arrived(request, places)
-            slow = sum(map(len, parts)) > _SLOW or "content-encoding" in request.headers
+            data = await _arrived(request, places)
+            slow = len(data) > _SLOW or "content-encoding" in request.headers
             async with self._parsing if slow else nullcontext():
-                return await run_in_threadpool(lambda: parse(read_body(decoded(request, parts))))
+                return await run_in_threadpool(lambda: parse(read_body(decoded(request, data))))
 
     async def _read_chat(
         self, request: Request, parse: Callable[[Any], _Chat]

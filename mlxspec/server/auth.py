@@ -139,14 +139,12 @@ def _encoding_of(request: Request) -> str:
     return encoding
 
 
-def decoded(request: Request, parts: list[bytes]) -> bytes:
-    """Join a body's pieces, and undo its ``Content-Encoding``. The list is then empty.
+def decoded(request: Request, data: bytes | bytearray) -> bytes | bytearray:
+    """Undo the ``Content-Encoding`` of a body.
 
     Raises:
         ApiError: the encoding is unknown, the body is not in this encoding, or is too long.
     """
-    data = b"".join(parts)
-    parts.clear()  # half of the memory
     if (encoding := _encoding_of(request)) == "identity":
         return data
     # Many clients send deflate without zlib's header.
@@ -163,19 +161,18 @@ def decoded(request: Request, parts: list[bytes]) -> bytes:
     return whole
 
 
-async def body_of(request: Request) -> list[bytes]:
-    """Read a request's body, in the pieces in which it arrives.
+async def body_of(request: Request) -> bytearray:
+    """Read a request's body.
 
     Raises:
         ApiError: the body is too long, or the client disconnected.
     """
-    parts, length = list[bytes](), 0
+    data = bytearray()
     try:
         async for part in request.stream():
-            length += len(part)
-            if length > MOST_BYTES:
+            data += part
+            if len(data) > MOST_BYTES:
                 raise ApiError(_TOO_LONG, status=413, code="request_too_large")
-            parts.append(part)
     except ClientDisconnect:  # nobody reads this error
         raise ApiError("the client disconnected before the end of the body", status=499) from None
-    return parts
+    return data

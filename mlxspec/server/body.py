@@ -124,7 +124,7 @@ _IN_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _AFTER_NAME = re.compile(rb"[ \t\n\r]*+:")
 
 
-def _marks(data: bytes) -> Iterator[str]:
+def _marks(data: bytes | bytearray) -> Iterator[str]:
     """What a JSON text consists of: strings, words, and the begins and ends of lists and objects,
     without the names of fields.
     """
@@ -143,7 +143,7 @@ def _marks(data: bytes) -> Iterator[str]:
             yield kind
 
 
-def read_body(data: bytes) -> Any:
+def read_body(data: bytes | bytearray) -> Any:
     """The JSON value of a body.
 
     Raises:
@@ -155,7 +155,7 @@ def read_body(data: bytes) -> Any:
         raise ApiError(f"the body is not JSON ({error}): send a JSON object") from None
 
 
-def read_json(data: bytes, most: int = MOST_VALUES) -> tuple[Any, int]:
+def read_json(data: bytes | bytearray, most: int = MOST_VALUES) -> tuple[Any, int]:
     """Parse a JSON text in UTF-8.
 
     Values are counted before any object is created. A lone surrogate becomes U+FFFD: editors send

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.server.app import Endpoints
+from mlxspec.server.auth import body_of
 from mlxspec.server.body import MOST_VALUES, ApiError, parse, read_body, read_json
 from mlxspec.server.openai import ChatBody
 from tests.server.test_api_body import FULL_CHAT
@@ -202,6 +204,20 @@ def test_a_body_is_read_and_checked_beside_the_event_loop(length: int) -> None:
 def test_errors_of_what_checks_a_body_come_through(body: Any) -> None:
     with pytest.raises(ApiError):
         read(json.dumps([body]).encode(), partial(parse, ChatBody))
+
+
+def test_a_body_in_small_pieces_takes_no_more_memory_than_its_bytes() -> None:
+    class Sent:
+        async def stream(self) -> Any:
+            for _ in range(30_000):
+                yield bytes(2)
+
+    tracemalloc.start()
+    data = asyncio.run(body_of(cast(Any, Sent())))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert data == bytes(60_000)
+    assert peak < 600_000
 
 
 @pytest.mark.parametrize(
