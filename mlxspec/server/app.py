@@ -17,6 +17,7 @@ import mlx.core as mx
 from prometheus_client import Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -94,7 +95,7 @@ def create_app(
     outer = [Middleware(_with_single_slashes)]
     if origins:
         sharing = Middleware(
-            CORSMiddleware,
+            _Sharing,
             allow_origins=origins,
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
@@ -108,6 +109,15 @@ def create_app(
         lifespan=catalog.running,
         exception_handlers={ApiError: refused, HTTPException: refused, Exception: _server_error},
     )
+
+
+class _Sharing(CORSMiddleware):
+    """CORS headers for allowed origins; :class:`AuthMiddleware` refuses others, with a reason."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        origin = scope["type"] == "http" and Headers(scope=scope).get("origin")
+        allowed = origin and self.is_allowed_origin(origin)
+        await (super().__call__ if allowed else self.app)(scope, receive, send)
 
 
 _SLASHES = re.compile(r"(?<!^/v1/models)//+")
