@@ -140,8 +140,14 @@ def _with_single_slashes(app: ASGIApp) -> ASGIApp:
 def _wrong_path(request: Request, error: Exception) -> ApiError:
     assert isinstance(error, HTTPException)
     path, headers = printable(request.url.path), dict(error.headers or {})
-    what = "has no such path" if error.status_code == 404 else f"allows no {request.method} here"
-    return ApiError(f"{path}: this server {what}", status=error.status_code, headers=headers)
+    message = f"this server has no such path: use {_PATHS}"
+    if error.status_code == 405:
+        allowed = " or ".join(sorted(headers["Allow"].split(", ")))
+        message = f"this server allows no {request.method} here: send {allowed}"
+    return ApiError(f"{path}: {message}", status=error.status_code, headers=headers)
+
+
+_PATHS = "/v1/chat/completions, /v1/completions, /v1/messages or /v1/responses"
 
 
 async def _server_error(request: Request, error: Exception) -> Response:

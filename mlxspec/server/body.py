@@ -298,7 +298,16 @@ def _refuse_first(error: ValidationError, body: Any) -> NoReturn:
     remedy = re.sub(r"^\w+ should", "it should", wrong["msg"])
     remedy = re.sub(r"a valid dictionary( or instance of \w+)?", "an object", remedy)
     remedy = remedy.replace("Extra inputs are not permitted", "leave it out")
+    if wrong["type"] == "list_type" and _TEXT.search(path):
+        remedy = "it should be a string or a list"
+    if path.endswith("type") and _NO_TEXT.match(str(wrong["input"])):
+        remedy = "leave it out, since this server reads only text"
     refuse(path, wrong["input"], remedy.replace(" after validation", ""))
+
+
+# Fields that may be a string or a list, and types of parts that models of text cannot read.
+_TEXT = re.compile(r"\b(content|input|output|prompt|stop|system)(\[\d+\])?$")
+_NO_TEXT = re.compile("(input_)?(image|audio|video|file|document)")
 
 
 def _path(location: Sequence[int | str], body: Any) -> str:

@@ -433,6 +433,17 @@ def test_what_is_wrong_or_cannot_be_done_is_refused_by_name(
             {"structured_outputs": {"structural_tag": "{}"}},
             "structured_outputs.structural_tag is '{}': leave it out.",
         ),
+        (
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages[0].content is 5: it should be a string or a list.",
+        ),
+        ({"messages": "Hello"}, "messages is 'Hello': it should be a valid list."),
+        ({"stop": 5}, "stop is 5: it should be a string or a list."),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type is 'image_url': leave it out, since this server reads "
+            "only text.",
+        ),
     ],
 )
 def test_errors_say_what_was_sent_and_what_to_do(fields: dict[str, Any], message: str) -> None:

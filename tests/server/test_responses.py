@@ -153,6 +153,7 @@ def test_errors_are_the_clients_exceptions(client: OpenAI, server: Running) -> N
     with pytest.raises(openai.APIStatusError) as wrong:
         client.get("/responses", cast_to=object)
     assert wrong.value.status_code == 405
+    assert "allows no GET here: send POST" in str(wrong.value)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_what_is_not_served_here_is_said(server: Running, path: str) -> None:
         assert answer.status_code == 404
         error = answer.json()["error"]
         assert error["type"] == "not_found_error"
-        assert "has no such path" in error["message"]
+        assert "has no such path: use /v1/chat/completions," in error["message"]
 
 
 def test_keep_alives_come_before_the_first_token() -> None:
