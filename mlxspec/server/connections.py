@@ -12,12 +12,19 @@ from types import FrameType
 from typing import Any, cast
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-_MOST = 1024  # connections; further requests get 503
+from .body import ApiError, error_response
+
+_MOST = 1024  # connections; further requests get 503, except for /health
 _FILES = 2 * _MOST  # open files of the process, if the system lets it raise its limit
 _LAST = 1.0  # seconds for requests to send their errors, or to notice closed connections
+_FULL = ApiError(
+    f"the server has more than {_MOST:,} connections: send the request again later",
+    status=503,
+    headers={"Connection": "close", "Retry-After": "1"},
+)
 _LOOK = 1  # seconds between checks for silent clients
 
 
@@ -44,13 +51,12 @@ class HttpServer(uvicorn.Server):
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
         config = uvicorn.Config(
-            app,
+            self._limited(app),
             http="h11",
             ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
-            limit_concurrency=_MOST,
             callback_notify=self._leave_silent,
             timeout_notify=_LOOK,
             # A request that waits for a thread does not notice that its client has disconnected.
@@ -67,6 +73,17 @@ class HttpServer(uvicorn.Server):
         most = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
         if soft != resource.RLIM_INFINITY and soft < most:  # 256 on a Mac
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+    def _limited(self, app: ASGIApp) -> ASGIApp:
+        async def served(scope: Scope, receive: Receive, send: Send) -> None:
+            full = scope["type"] == "http" and len(self.server_state.connections) > _MOST
+            if full and scope["path"] != "/health":  # a supervisor may restart an unhealthy server
+                logging.getLogger("uvicorn.error").warning(_FULL.message)
+                await error_response(_FULL, scope["path"])(scope, receive, send)
+            else:
+                await app(scope, receive, send)
+
+        return served
 
     async def _leave_silent(self) -> None:
         """Close the connections whose clients have kept the server waiting for too long."""

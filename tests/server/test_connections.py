@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -73,6 +74,37 @@ def test_who_does_not_send_or_read_is_left_and_others_stay(monkeypatch: pytest.M
             assert time.monotonic() < end
         for _ in range(1000):
             assert reader.recv(1 << 16)
+
+
+def test_beyond_the_most_connections_only_health_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "_MOST", 2)
+    with served_at(patience=10) as (server, address), ExitStack() as clients:
+
+        def connect(request: bytes) -> socket.socket:
+            client = clients.enter_context(socket.create_connection(address, 10))
+            client.sendall(request)
+            return client
+
+        def connected(number: int) -> None:
+            end = time.monotonic() + 10
+            while len(server.server_state.connections) != number:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+
+        silent = [connect(b""), connect(b"")]
+        connected(2)
+        refused = connect(b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n")
+        answer = b"".join(iter(partial(refused.recv, 1 << 16), b""))  # until it is closed
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b'"message":"the server has more than 1,024 connections: send' in answer
+        health = connect(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert health.recv(12) == b"HTTP/1.1 200"
+        silent[0].close()
+        health.close()
+        connected(1)
+        assert connect(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n").recv(12) == b"HTTP/1.1 200"
 
 
 def test_only_faults_have_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
