@@ -1,6 +1,7 @@
 """Draw the speed of decoders on chips, from a replay's figures.
 
-mlxspec replay traces/*.jsonl --tokenizer MODEL --chip all --decoder all --json > replay.json
+python benchmarks/rivals.py traces/*.jsonl --tokenizer MODEL --chip all --decoder all --json \
+    > replay.json
 python benchmarks/plot_replay.py replay.json docs/planner.svg
 """
 

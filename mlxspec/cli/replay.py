@@ -70,8 +70,7 @@ class ReplayOptions:
     )
     decoders: str = option_field(
         "--decoder A,B",
-        "The decoders to replay: auto, prompt-lookup, another program's name for its method, "
-        "'hindsight' for the best possible choices, or 'all'.",
+        "The decoders to replay: auto, prompt-lookup, or 'all'.",
         default="auto",
         shell_complete=names_completed(_decoder_names),
     )
@@ -110,10 +109,9 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     \b
     Examples:
       mlxspec replay traces.jsonl --tokenizer my_model --chip "M3 Max"
-      mlxspec replay chats.jsonl --tokenizer tokenizer.model --decoder auto,vllm
+      mlxspec replay chats.jsonl --tokenizer tokenizer.model --decoder all
       mlxspec replay chats.jsonl --tokenizer my_model --curve curve.json
       mlxspec replay *.jsonl --tokenizer my_model --html replay.html
-      mlxspec replay chats.jsonl --tokenizer my_model --decoder auto,hindsight
       mlxspec replay chats.jsonl --tokenizer my_model --chip all --concurrency 4
       mlxspec replay chats.jsonl --tokenizer my_model --remember 16k,1M,all
       mlxspec replay chats.jsonl --tokenizer my_model --head-curve .76,.60@0.08

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlxspec.bench.policies import POLICIES
+from mlxspec.bench.policies import AUTO, POLICIES, policies_with_memory
 from mlxspec.bench.prompts import Completion, chosen
 from mlxspec.bench.replay import compare
 from mlxspec.drafting.costs import CostCurve
@@ -16,11 +16,11 @@ CURVES = {
 }
 
 
-def test_auto_memory_knows_an_output_that_was_there_before() -> None:
-    reports = compare(TWICE, b"", chosen("auto,auto-memory", POLICIES), CURVES)
+def test_a_memory_knows_an_output_that_was_there_before() -> None:
+    reports = compare(TWICE, b"", {AUTO: POLICIES[AUTO], **policies_with_memory("1M")}, CURVES)
     assert reports["flat"]["auto"]["tokens_per_step"] == 1  # nothing in it repeats
-    assert reports["flat"]["auto-memory"]["tokens_per_step"] > 1.5
-    assert reports["linear"]["auto-memory"]["speedup"] >= 0.98
+    assert reports["flat"]["memory 1M"]["tokens_per_step"] > 1.5
+    assert reports["linear"]["memory 1M"]["speedup"] >= 0.98
 
 
 def test_every_policy_is_replayed_on_every_chip() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from sentencepiece import SentencePieceProcessor
 
-from mlxspec.bench.policies import FullLookup
+from benchmarks.rivals import FullLookup
 from mlxspec.bench.prompts import Completion, read_traces, render
 from mlxspec.bench.replay import replay, replay_report
 from mlxspec.drafting.chips import known_chip

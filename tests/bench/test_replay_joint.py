@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from mlxspec.bench.policies import AUTO, POLICIES
-from mlxspec.bench.prompts import Completion, chosen
+from mlxspec.bench.prompts import Completion
 from mlxspec.bench.replay import (
     Replayed,
     Step,
@@ -91,7 +91,7 @@ def test_plain_batching_takes_the_time_of_its_rows(count: int) -> None:
 
 
 @pytest.mark.parametrize("curve", [FLAT, STEEP, CostCurve([(1, 1), (4, 1.2), (16, 3)])])
-@pytest.mark.parametrize("name", [AUTO, "auto-memory", "vllm", "suffix-path"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_one_at_a_time_is_the_replay_of_one(curve: CostCurve, name: str) -> None:
     work = outputs(ROUND * 4, [5, 6, 7] * 5, ROUND * 2)
     new = POLICIES[name](curve, b"")
@@ -174,18 +174,18 @@ def test_speeds_are_against_one_plain_sequence() -> None:
     assert report["sequences_per_step"] == 2
     speeds = {"mine": {"auto": report}}
     assert [*verdict(speeds)] == ["On mine, auto has 1.25 times the speed of plain batching."]
-    speeds["mine"]["vllm"] = {**report, "over_plain_batching": 1.1}
+    speeds["mine"]["other"] = {**report, "over_plain_batching": 1.1}
     assert [*verdict(speeds)] == ["auto wins on mine (1.25×)."]
 
 
 def test_where_drafts_gain_nothing_the_verdict_says_so() -> None:
     work = outputs(list(range(2, 40)), list(range(50, 90)))
-    reports = compare(work, b"", chosen("auto,vllm", POLICIES), {"s": STEEP}, 2)
+    reports = compare(work, b"", POLICIES, {"s": STEEP}, 2)
     assert [*verdict(reports)] == ["plain decoding wins on s (1.00×)."]
 
 
 def test_progress_counts_every_replay() -> None:
     shares: list[float] = []
     work = outputs([2], [3])
-    compare(work, b"", chosen("vllm", POLICIES), {"s": STEEP}, 2, shares.append)
+    compare(work, b"", {AUTO: POLICIES[AUTO]}, {"s": STEEP}, 2, shares.append)
     assert shares == pytest.approx([turn / 6 for turn in range(1, 7)])

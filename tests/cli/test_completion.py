@@ -53,7 +53,7 @@ def completed(*words: str) -> list[str]:
         (("serve", "demo", "fa"), ["fast"]),
         (("convert", "fa"), ["fast"]),
         (("replay", "--tokenizer", "fa"), ["fast"]),
-        (("replay", "--decoder", "auto,vl"), ["auto,vllm"]),
+        (("replay", "--decoder", "auto,pr"), ["auto,prompt-lookup"]),
         (("bench", "--decoder", ""), list(BACKENDS)),
         (("bench", "--decoder", "plain,p"), ["plain,prompt-lookup"]),
         (("config", "set", "m"), ["model", "max-tokens"]),

@@ -8,8 +8,7 @@ from typing import Self
 
 import pytest
 
-from mlxspec.bench.policies import verify
-from mlxspec.bench.replay import replay
+from mlxspec.bench.replay import replay, verify
 from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.candidates import Candidates, TreeNode
 from mlxspec.drafting.costs import CostCurve, FixedCosts

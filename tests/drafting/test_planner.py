@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from mlxspec.bench.policies import verify
-from mlxspec.bench.replay import MAX_DEPTH, replay
+from mlxspec.bench.replay import MAX_DEPTH, replay, verify
 from mlxspec.corpus.answer_index import AnswerIndex
 from mlxspec.corpus.suffix_index import SEPARATOR, Occurrence
 from mlxspec.drafting.accept import VerifiedStep

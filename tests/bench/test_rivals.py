@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from mlxspec.bench.policies import POLICIES, Hindsight, NgramSimple, SuffixPath
+from benchmarks.rivals import RIVALS, Hindsight, NgramSimple, SuffixPath
+from mlxspec.bench.policies import POLICIES
 from mlxspec.bench.replay import replay
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.drafter import Drafter
@@ -17,7 +18,7 @@ PROMPT = [1, 2, 3, 4, 5, 9, 1]
 
 def drafter_of(name: str, output: list[int]) -> Drafter:
     """Return a policy's drafter for one output."""
-    return POLICIES[name](FLAT, b"")(output)
+    return (POLICIES | RIVALS)[name](FLAT, b"")(output)
 
 
 def proposal(drafter: Drafter, text: Sequence[int], fed: int = 3) -> list[int]:
@@ -100,7 +101,7 @@ def test_suffix_decoding_stops_at_improbable_tokens() -> None:
     assert len(proposal(SuffixPath(min_token_prob=0.01), text)) == 1
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", POLICIES | RIVALS)
 def test_every_policy_replays_an_output_to_its_end(name: str) -> None:
     source = random.Random(6)
     output = [source.randrange(30) for _ in range(200)]
