@@ -7,7 +7,7 @@ image.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,7 +18,6 @@ from pydantic import (
     AliasChoices,
     AliasPath,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     TypeAdapter,
@@ -241,55 +240,10 @@ def _of_format(value: object) -> Constraint | None:
     return Constraint.json_schema(asked.schema_ or {"type": "object"})
 
 
-def _made(make: Callable[[Any], Constraint], kind: type = object) -> PlainValidator:
-    """A validator that makes a constraint; empty values, which some clients send, become None."""
-
-    def made(value: object) -> Constraint | None:
-        if value and not isinstance(value, kind):
-            raise OptionError("send a regex or a grammar as text, or choices as a list")
-        return make(value) if value else None
-
-    return PlainValidator(made)
-
-
-def _of_ollama(value: Any) -> Constraint:
-    return Constraint.json_object() if value == "json" else Constraint.json_schema(value)
-
-
 Format = Annotated[Constraint | None, PlainValidator(_of_format)]
-_Json = Annotated[Constraint | None, _made(Constraint.json_schema)]
-_Regex = Annotated[Constraint | None, _made(Constraint.regex, str)]
-_Choice = Annotated[Constraint | None, _made(Constraint.choice, list)]
-_Grammar = Annotated[Constraint | None, _made(Constraint.grammar, str)]
-
-
-class _StructuredOutputs(Body):
-    """Constraints in vLLM's form; other kinds of constraints are an error."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    json_: _Json = Field(default=None, validation_alias="json")
-    json_object: Annotated[Constraint | None, _made(lambda value: Constraint.json_object())] = None
-    regex: _Regex = None
-    choice: _Choice = None
-    grammar: _Grammar = None
-
-
-def _constraints(body: Body, prefix: str = "") -> Iterator[tuple[str, Constraint]]:
-    """Yield the constraints that a body sets, each after the path of its field."""
-    for name, field in type(body).model_fields.items():
-        value, path = getattr(body, name), f"{prefix}{field.validation_alias or name}"
-        if isinstance(value, Constraint):
-            yield path, value
-        elif isinstance(value, Body):
-            yield from _constraints(value, f"{path}.")
 
 
 # --- request bodies ---
-
-
-def _without_empty(value: object) -> object:
-    return {k: v for k, v in value.items() if v} if isinstance(value, dict) else value
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -328,6 +282,7 @@ class ApiBody(SamplingBody):
     refuses others.
 
     Attributes:
+        format_param: the field that sets the constraint.
         sent: the whole body as sent, with unknown fields.
         param: the field with the messages or prompts.
         continues: whether the answer may continue the last message, if that is the assistant's.
@@ -356,19 +311,8 @@ class ApiBody(SamplingBody):
     parallel_tool_calls: bool = True
     continue_final_message: bool = True  # vLLM's
     response_format: Format = None
-    guided_json: _Json = None  # vLLM's names
-    guided_regex: _Regex = None
-    guided_choice: _Choice = None
-    guided_grammar: _Grammar = None
-    structured_outputs: Annotated[_StructuredOutputs, BeforeValidator(_without_empty)] = (
-        _StructuredOutputs()
-    )
-    grammar: _Grammar = None  # llama.cpp's
-    json_schema: _Json = None
-    format: Annotated[Constraint | None, _made(_of_ollama)] = None  # Ollama's
-    regex: _Regex = None  # SGLang's
-    ebnf: _Grammar = None
 
+    format_param: ClassVar[str] = "response_format"
     unsupported: ClassVar[Sequence[str]] = ("all", "openai")
     param: ClassVar[str] = "messages"
     continues: ClassVar[bool] = True
@@ -381,23 +325,10 @@ class ApiBody(SamplingBody):
         """
         return None
 
-    @cached_property
-    def constraints(self) -> dict[str, Constraint]:
-        """The constraint of the answer's text, by each of the fields that set it.
-
-        Clients that support several servers send one constraint under several names.
-        """
-        return dict(_constraints(self))
-
     @property
     def constraint(self) -> Constraint | None:
         """The constraint of the answer's text."""
-        return next(iter(self.constraints.values()), None)
-
-    @property
-    def constrained_by(self) -> str:
-        """The field that sets the constraint."""
-        return next(iter(self.constraints), "")
+        return self.response_format
 
     def for_template(self) -> list[dict[str, Any]]:
         """The messages as chat templates expect them.
@@ -460,10 +391,6 @@ class ApiBody(SamplingBody):
     @model_validator(mode="after")
     def _agrees(self) -> ApiBody:
         """Refuse fields that contradict each other."""
-        for path, constraint in self.constraints.items():
-            if constraint != self.constraint:
-                conflict = f"{path} conflicts with {self.constrained_by}"
-                raise ApiError(f"{conflict}: send one of them.", param=path)
         word, forced = self.tool_mode
         names = [tool["function"]["name"] for tool in self.tools_shown]
         if word == "required" and not names:

@@ -523,7 +523,7 @@ class Endpoints:
         except OptionError as error:
             if vocabulary is None and not body.constraint and not body.forced_tool:
                 return None  # tools work without it, though their schemas are not enforced
-            param = body.constrained_by or "tools"
+            param = body.format_param if body.constraint else "tools"
             raise ApiError(f"{param}: {error}.", param=param) from error
 
 

@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 from pydantic import AliasPath, BeforeValidator, Field, PlainValidator, TypeAdapter
 
+from ..engine.params import Constraint
 from .answer import ApiAnswer
 from .api_body import ApiBody, Function, OutputOptions, Stops, ToolOutput, merged
 from .body import ApiError, Body, Items, Name, new_request_id, read_json, without_nulls
@@ -92,6 +93,11 @@ class MessagesBody(ApiBody):
     stop: Stops = Field([], validation_alias="stop_sequences")
 
     unsupported = ("all", "/v1/messages")
+    format_param = "output_config.format"
+
+    @property
+    def constraint(self) -> Constraint | None:
+        return self.reasoning.format
 
     def for_template(self) -> list[dict[str, Any]]:
         text = "".join(_BILLING.sub("", block.text) for block in self.system)

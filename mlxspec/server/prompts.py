@@ -106,7 +106,7 @@ def chat_prompt(
     try:
         constraint = _answer_phases(body, format, tokenizer)
     except OptionError as error:
-        param = body.constrained_by or "tools"
+        param = body.format_param if body.constraint else "tools"
         raise ApiError(f"{param}: {error}.", param=param) from error
     tokens = text_ids(text, body.param, tokenizer, longest)
     return Prompt(tokens, constraint=constraint, format=format)

@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from ..engine.params import Constraint
 from ..errors import OptionError
 from ..jsonl import without_lone_surrogates
 from .answer import ApiAnswer
@@ -192,12 +193,17 @@ class ResponsesBody(ApiBody):
 
     unsupported = (*ApiBody.unsupported, "chats", "/v1/responses")
     param = "input"
+    format_param = "text.format"
     continues = False  # in this API, an answer is always a new message
 
     @property
     def top(self) -> int | None:
         asked = "message.output_text.logprobs" in self.include
         return self.top_logprobs or (0 if asked else None)
+
+    @property
+    def constraint(self) -> Constraint | None:
+        return self.text.format
 
     @property
     def items(self) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 REQUESTS = 200 if LONG else 30
 ENDLESS: dict[str, Any] = {"prompt": [1, *range(300, 310)], "max_tokens": 4000, "temperature": 0}
-REGEX = "[a-z]{2,9}( [a-z]{2,9}){0,3}"
+WORDS = {"type": "string", "pattern": "^[a-z]{2,9}( [a-z]{2,9}){0,3}$"}
 
 
 class Serving:
@@ -107,7 +107,7 @@ def asked(number: int) -> dict[str, Any]:
         start = range(300, 300 + pick.choice([6, 60, 60]))
         body["prompt"] = [1, *start, *range(300, 300 + pick.randint(1, 9))]
         if pick.random() < 0.4:
-            body["guided_regex"] = REGEX
+            body["response_format"] = {"type": "json_schema", "schema": WORDS}
     else:
         body["messages"] = [{"role": "user", "content": "a red fox " * pick.randint(1, 20)}]
     if path != "messages" and pick.random() < 0.3:  # Anthropic's API has no seed
@@ -161,8 +161,8 @@ def alone(decoder: Decoder, path: str, max_tokens: int, **fields: Any) -> str:
     """Return plain decoding's output; a chat's answer has no leading space."""
     prompt = fields.pop("prompt", None) or fields.pop("messages")
     sampling: dict[str, Any] = {"temp": fields.pop("temperature")}
-    if "guided_regex" in fields:
-        sampling["constraint"] = Constraint.regex(fields.pop("guided_regex"))
+    if format := fields.pop("response_format", None):
+        sampling["constraint"] = Constraint.json_schema(format["schema"])
     text = "".join(one.text for one in decoder.stream(prompt, max_tokens, **sampling, **fields))
     return text if path == "completions" else text.removeprefix(" ")
 

@@ -56,79 +56,22 @@ def effect(request: ApiBody) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("fields", "constraint", "by"),
+    ("format", "constraint"),
     [
+        ({"type": "json_object"}, Constraint.json_object()),
         (
-            {"response_format": {"type": "json_object"}},
-            Constraint.json_object(),
-            "response_format",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
             Constraint.json_schema(SCHEMA),
-            "response_format",
         ),
-        ({"json_schema": SCHEMA}, Constraint.json_schema(SCHEMA), "json_schema"),
-        ({"guided_json": SCHEMA}, Constraint.json_schema(SCHEMA), "guided_json"),
-        ({"guided_json": json.dumps(SCHEMA)}, Constraint.json_schema(SCHEMA), "guided_json"),
-        ({"guided_regex": "a+"}, Constraint.regex("a+"), "guided_regex"),
-        ({"guided_choice": ["a", "b"]}, Constraint.choice(["a", "b"]), "guided_choice"),
-        ({"guided_grammar": "start: /x/"}, Constraint.grammar("start: /x/"), "guided_grammar"),
-        ({"grammar": 'root ::= "x"'}, Constraint.grammar('root ::= "x"'), "grammar"),
-        ({"ebnf": 'root ::= "x"'}, Constraint.grammar('root ::= "x"'), "ebnf"),
-        ({"regex": "a+"}, Constraint.regex("a+"), "regex"),
-        ({"format": "json"}, Constraint.json_object(), "format"),
-        ({"format": SCHEMA}, Constraint.json_schema(SCHEMA), "format"),
-        (
-            {  # sent by guidance's VLLMModel, for old and new servers
-                "guided_decoding_backend": "guidance",
-                "guided_grammar": "start: /x/",
-                "structured_outputs": {"grammar": "start: /x/"},
-            },
-            Constraint.grammar("start: /x/"),
-            "guided_grammar",
-        ),
-        (
-            {
-                "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}},
-                "guided_json": json.dumps(SCHEMA),
-            },
-            Constraint.json_schema(SCHEMA),
-            "response_format",
-        ),
-        (
-            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}},
-            Constraint.json_schema(SCHEMA),
-            "structured_outputs.json",
-        ),
-        (
-            {"structured_outputs": {"json_object": True}},
-            Constraint.json_object(),
-            "structured_outputs.json_object",
-        ),
-        (
-            {"structured_outputs": {"choice": ["a"]}},
-            Constraint.choice(["a"]),
-            "structured_outputs.choice",
-        ),
-        (
-            {
-                **{"grammar": "", "guided_choice": [], "guided_json": {}, "guided_regex": ""},
-                **{"json_schema": {}, "structured_outputs": {}, "guided_grammar": ""},
-                **{"format": "", "regex": "", "ebnf": ""},
-                "response_format": {"type": "text"},
-            },
-            None,
-            "",
-        ),
+        ({"type": "json_object", "schema": SCHEMA}, Constraint.json_schema(SCHEMA)),
+        ({"type": "text"}, None),
     ],
 )
-def test_constraints_have_many_names(
-    fields: dict[str, Any], constraint: Constraint | None, by: str
-) -> None:
-    requests: tuple[ApiBody, ...] = (chat(**fields), completion(**fields))
-    for request in requests:
-        assert (request.constraint, request.constrained_by) == (constraint, by)
+def test_a_format_is_a_constraint(format: dict[str, Any], constraint: Constraint | None) -> None:
+    empty = {"grammar": "", "guided_choice": [], "guided_json": {}, "structured_outputs": {}}
+    for fields in ({}, empty):
+        assert chat(response_format=format, **fields).constraint == constraint
+        assert completion(response_format=format, **fields).constraint == constraint
 
 
 def param_of(body: object, parse: Any = parse_chat) -> str | None:
@@ -147,7 +90,7 @@ def test_a_request_without_options_has_the_defaults_of_generate() -> None:
     request = chat()
     assert request.conversation == [{"role": "user", "content": "Hello"}]
     assert (request.n, request.max_tokens, request.stop, request.stream) == (1, None, [], False)
-    assert (request.top, request.constraints, request.template_kwargs) == (None, {}, {})
+    assert (request.top, request.constraint, request.template_kwargs) == (None, None, {})
     params = request.sampling()
     assert (params.temp, params.top_p, params.top_k, params.seed) == (0.0, 1.0, 0, None)
     assert params.logit_bias is None
@@ -313,24 +256,14 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
             "response_format",
         ),
         ({"response_format": {}}, "response_format.type"),
-        ({"guided_regex": 5}, "guided_regex"),
-        ({"guided_choice": "yes"}, "guided_choice"),
-        ({"guided_choice": ["yes", 5]}, "guided_choice"),
-        ({"guided_json": 5}, "guided_json"),
-        ({"guided_json": "{"}, "guided_json"),
-        ({"guided_grammar": 5}, "guided_grammar"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
-        ({"guided_json": SCHEMA, "regex": "a"}, "regex"),
-        ({"regex": 5}, "regex"),
-        ({"ebnf": ["root"]}, "ebnf"),
-        ({"format": "yaml"}, "format"),
-        ({"format": 5}, "format"),
-        ({"json_schema": "x"}, "json_schema"),
-        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-        (
-            {"response_format": {"type": "json_object"}, "grammar": "start: /x/"},
-            "grammar",
+        *(
+            ({name: value}, name)
+            for name, value in {
+                **{"guided_json": SCHEMA, "guided_regex": "a", "guided_choice": ["a"]},
+                **{"guided_grammar": "start: /x/", "structured_outputs": {"regex": "a"}},
+                **{"grammar": "start: /x/", "json_schema": SCHEMA, "format": "json"},
+                **{"regex": "a", "ebnf": 'root ::= "x"'},
+            }.items()
         ),
         ({"response_format": "text"}, "response_format"),
         ({"audio": {"voice": "x"}}, "audio"),
@@ -339,7 +272,6 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"repeat_penalty": 1.1}, "repeat_penalty"),
-        ({"grammar": 5}, "grammar"),
         ({"ignore_eos": True}, "ignore_eos"),
         ({"verbosity": "huge"}, "verbosity"),
         ({"options": {"temperature": 0}}, "options"),
@@ -430,8 +362,9 @@ def test_what_is_wrong_or_cannot_be_done_is_refused_by_name(
             "tool_choice is 'x': name one of the tools.",
         ),
         (
-            {"structured_outputs": {"structural_tag": "{}"}},
-            "structured_outputs.structural_tag is '{}': leave it out.",
+            {"guided_regex": "a+"},
+            "guided_regex is 'a+': send a JSON Schema as response_format (text.format in "
+            "/v1/responses, output_config.format in /v1/messages).",
         ),
         (
             {"messages": [{"role": "user", "content": 5}]},

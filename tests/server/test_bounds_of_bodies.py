@@ -125,8 +125,9 @@ def test_what_the_arguments_of_calls_hold_counts_together() -> None:
 
 def test_a_schema_that_is_a_text_is_not_parsed_if_it_is_long() -> None:
     schema = '{"enum": [' + "{}," * 1_000_000 + "no JSON"
+    format = {"type": "json_schema", "schema": schema}
     with pytest.raises(ApiError, match=r"3,000,0.. characters"):
-        parse(ChatBody, {"messages": HELLO, "guided_json": schema})
+        parse(ChatBody, {"messages": HELLO, "response_format": format})
 
 
 MANY_TEXTS = [{"type": "text", "text": "x" * 1500}] * 20_000

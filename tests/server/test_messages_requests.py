@@ -129,7 +129,7 @@ def test_a_request_of_claude_code_is_the_chat_that_it_means() -> None:
     )
     request = parse(MessagesBody, FULL_MESSAGES)
     names = """model max_tokens n stop stream conversation continued tools_shown
-        tool_mode parallel_tool_calls template_kwargs constraints param top"""
+        tool_mode parallel_tool_calls template_kwargs constraint param top"""
     for name in names.split():
         assert getattr(request, name) == getattr(chat, name), name
     assert request.sampling() == chat.sampling()
@@ -235,7 +235,6 @@ def test_what_only_anthropics_servers_do_is_taken() -> None:
 
 def test_a_format_is_a_constraint() -> None:
     request = messages(output_config={"format": FORMAT})
-    assert request.constrained_by == "output_config.format"
     assert request.constraint == Constraint.json_schema(FORMAT["schema"])
 
 

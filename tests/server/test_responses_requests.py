@@ -139,7 +139,7 @@ def test_a_text_is_a_message_of_the_user() -> None:
     request = asked()
     chat = parse(ChatBody, {"messages": [{"role": "user", "content": "Hello"}]})
     names = """model max_tokens n stop stream conversation continued tools_shown
-        tool_mode parallel_tool_calls template_kwargs constraints top"""
+        tool_mode parallel_tool_calls template_kwargs constraint top"""
     for name in names.split():
         assert getattr(request, name) == getattr(chat, name), name
     assert request.sampling() == chat.sampling()
