@@ -300,7 +300,7 @@ class Endpoints:
     async def create_response(self, request: Request) -> Response:
         """``/v1/responses``"""
         body = await self.read(request, self._response_parser(request))
-        keep = partial(self._responses.put, request.state.partition)
+        keep = partial(self._responses.put, request.state.key)
         make = partial(ResponsesAnswer, body, keep=keep)
         return await self._answer(request, body, make, self._chat_prompts)
 
@@ -317,11 +317,11 @@ class Endpoints:
     async def delete_response(self, request: Request) -> Response:
         """``DELETE /v1/responses/ID``"""
         response_id = self._stored(request)["id"]
-        self._responses.delete(request.state.partition, response_id)
+        self._responses.delete(request.state.key, response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     def _response_parser(self, request: Request) -> Callable[[Any], ResponsesBody]:
-        find = partial(self._responses.response, request.state.partition)
+        find = partial(self._responses.response, request.state.key)
         return partial(parse_responses, find=find)
 
     def _stored(self, request: Request) -> dict[str, Any]:
@@ -331,7 +331,7 @@ class Endpoints:
             ApiError: 404, the response does not exist.
         """
         response_id = request.path_params["id"]
-        found = self._responses.response(request.state.partition, response_id)
+        found = self._responses.response(request.state.key, response_id)
         if found is None:
             raise ApiError(
                 f"no response {shown(response_id)} is stored: create it again",
@@ -452,12 +452,7 @@ class Endpoints:
         prompts: Sequence[Prompt],
         answer: ApiAnswer,
     ) -> Response:
-        """Queue ``n`` generations for each prompt, and answer with their results.
-
-        Raises:
-            ApiError: an option is out of range, a prompt is too long, the queue is full, or a
-                generation failed before anything was sent.
-        """
+        """Queue ``n`` generations for each prompt, and answer with their results."""
         self._worker.check_queue(served, len(prompts) * body.n)  # before any request is made
         prediction: Sequence[int] = ()
         if text := body.prediction.content:  # a hint, which not all kinds of drafting use
@@ -468,7 +463,7 @@ class Endpoints:
             served,
             prediction=prediction,
             top_logprobs=body.top,
-            partition=request.state.partition,
+            key=request.state.key,
         )
         requests: list[ServedRequest] = []
         for prompt in prompts:

@@ -52,15 +52,11 @@ class AuthMiddleware:
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        Request(scope).state.partition = self._checked(scope)
+        Request(scope).state.key = self._checked(scope)
         await self._app(scope, receive, send)
 
     def _checked(self, scope: Scope) -> str:
-        """Check a request; return its partition: its key if there are several, and else "".
-
-        Raises:
-            ApiError: 401 or 403, the request is refused.
-        """
+        """Check a request; return its key if there are several, and else ""."""
         headers = Headers(scope=scope)
         host = host_name(headers.get("host", ""))
         if self._hosts is not None and host not in self._hosts:

@@ -216,26 +216,26 @@ class ServedModel:
         return [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
 
     def make_drafter(
-        self, prediction: Sequence[int], partition: str, grammar: Grammar | None
+        self, prediction: Sequence[int], key: str, grammar: Grammar | None
     ) -> Drafter | None:
         """The drafter of one generation; called only in the worker's thread.
 
         Args:
             prediction: token ids that the client expects as output.
-            partition: the client's key if there are several. Drafts come only from its answers.
+            key: the client's key if there are several. Drafts come only from its answers.
             grammar: the grammar of a constrained output.
         """
-        decoder = self._decoder_of(partition)
+        decoder = self._decoder_of(key)
         drafting = decoder.drafting
         if isinstance(drafting, Auto):
             drafting = replace(drafting, prediction=prediction)
         return drafting.make(decoder, grammar)
 
-    def _decoder_of(self, partition: str) -> Decoder:
-        if not partition:
+    def _decoder_of(self, key: str) -> Decoder:
+        if not key:
             return self.decoder
-        own = self._apart.pop(partition, None) or self.decoder.with_separate_memory(_TOKENS_APART)
-        self._apart[partition] = own
+        own = self._apart.pop(key, None) or self.decoder.with_separate_memory(_TOKENS_APART)
+        self._apart[key] = own
         if len(self._apart) > _MOST_APART:
             del self._apart[next(iter(self._apart))]
         return own

@@ -110,7 +110,7 @@ class ServedRequest(Request):
         prediction: token ids that the client expects as output.
         top_logprobs: how many of the likeliest tokens its events have; None for no
             log-probabilities.
-        partition: the client's key if there are several. Other keys' prefixes and answers are not
+        key: the client's key if there are several. Other keys' prefixes and answers are not
             used.
 
     Raises:
@@ -141,16 +141,16 @@ class ServedRequest(Request):
         *,
         prediction: Sequence[int] = (),
         top_logprobs: int | None = None,
-        partition: str = "",
+        key: str = "",
     ) -> None:
         given = cast(GenerationOptions, {**vars(served.caches), **options})
-        make_drafter = partial(served.make_drafter, prediction, partition)
+        make_drafter = partial(served.make_drafter, prediction, key)
         super().__init__(served.decoder, prompt, max_tokens, given, make_drafter, self._send)
         self.at_end = self._end
         self.number = next(_numbers)
         self.served = served
         self.top_logprobs = top_logprobs
-        self.partition = partition
+        self.key = key
         self.asked = time.perf_counter()
         self.first_token: float | None = None
         self.need = served.memory.needs(len(prompt) + max_tokens)
@@ -177,7 +177,7 @@ class ServedRequest(Request):
 
     def start(self) -> None:
         make_room = partial(self.stream.worker.memory.reserve, self, self.need)
-        self.session = self.lease = self.served.cache.lend(self.prompt, self.partition, make_room)
+        self.session = self.lease = self.served.cache.lend(self.prompt, self.key, make_room)
         super().start()
 
     def on_step(self, step: VerifiedStep, seconds: float, cost: float) -> None:
@@ -336,7 +336,7 @@ class ModelQueue(Scheduler):
                     return None
                 refusal = memory.refusal(len(request.prompt), request.max_tokens, request.need)
                 self.cancel(request, refusal)
-            elif not self.served.cache.should_wait(request.prompt, request.partition):
+            elif not self.served.cache.should_wait(request.prompt, request.key):
                 return request
         return None
 
