@@ -118,13 +118,6 @@ END;
 PRAGMA user_version = {_VERSION};
 COMMIT;
 """
-# Version 3 had no names, and counted drafts from files apart from those from answers.
-_UPGRADE = f"""
-UPDATE answers SET earned_memory = earned_memory + earned_store;
-ALTER TABLE answers DROP COLUMN earned_store;
-ALTER TABLE answers ADD COLUMN name TEXT;
-PRAGMA user_version = {_VERSION}
-"""
 _TOKENIZERS = """
 SELECT CAST(name AS TEXT), CAST(vocab_size AS INTEGER), CAST(fingerprint AS BLOB),
     CAST(model AS TEXT)
@@ -365,20 +358,9 @@ def connect(directory: Path | None) -> sqlite3.Connection:
         if version == 0:
             database.execute("PRAGMA journal_mode = WAL")
             database.executescript(_TABLES)
-        elif version == _VERSION - 1:
-            _upgrade(database)
         elif version != _VERSION:
             raise sqlite3.DatabaseError(f"made by another version of mlxspec, {version}")
         return database
-
-
-def _upgrade(database: sqlite3.Connection) -> None:
-    """Bring the previous version's tables up to date, unless another process has just done so."""
-    with database:
-        database.execute("BEGIN IMMEDIATE")
-        if database.execute("PRAGMA user_version").fetchall() != [(_VERSION,)]:
-            for statement in _UPGRADE.split(";"):
-                database.execute(statement)
 
 
 @contextmanager
