@@ -24,8 +24,6 @@ def run(module: str, command: str, name: str) -> None:
     Ctrl-C during the import prints one line, and exits with status 130.
 
     Args:
-        module: the module with the command.
-        command: the command's name in the module.
         name: the command's name on the command line.
     """
     open_standard_streams()

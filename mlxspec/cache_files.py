@@ -77,7 +77,6 @@ def write_kept(path: Path, content: Any) -> bool:
     """Write a file that only the user can read, wholly or not at all; return whether it worked.
 
     Args:
-        path: the file.
         content: JSON values and dataclasses, for :func:`read_kept`.
     """
     digest = _digest(json.loads(_written(content)))  # as it will be read: keys become strings

@@ -124,7 +124,6 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
     unchanged.
 
     Args:
-        path: the path that the directory will have.
         replace: replace an existing directory, even if it is not empty.
 
     Raises:

@@ -54,7 +54,6 @@ class ReplayedHead(HeadSource):
 
     Args:
         experience: what heads learn from the outputs, which all share it.
-        output: the recorded output, as token ids.
         p_reached: the probabilities that :func:`parse_head_curve` returns.
     """
 

@@ -90,10 +90,7 @@ def first_difference(
 
     Args:
         model: the target. If the outputs differ, it runs once over what they have in common.
-        prompt: token ids.
         expected: the output of plain decoding.
-        actual: the output to be checked.
-        params: the sampling of both.
 
     Returns:
         None if the outputs are equal.
@@ -280,12 +277,8 @@ def measure(
     during the first prompt, its complete repeats are yielded before the exception is raised.
 
     Args:
-        model, tokenizer: as :func:`mlxspec.load` returns them.
         makers: the functions that make the backends, by name. One must make plain decoding.
-        prompts: the prompts to answer.
-        max_tokens: the most tokens of an answer.
         repeats: how many times each backend answers each prompt.
-        sampling: how the target picks tokens.
         on_answer: called after each answer, also while warming up.
 
     Raises:
@@ -384,9 +377,7 @@ def model_facts(model: nn.Module, name: str, head: Head | None = None) -> Report
     """The facts about a model that a report has.
 
     Args:
-        model: the loaded model.
         name: the name that the user gave. If it is a path, only its last part is reported.
-        head: its trained head, if one is used.
     """
     # Quantised weights take part in computations in the type of their scales.
     weights = (weight for _, weight in tree_flatten(model.parameters()))
@@ -448,7 +439,6 @@ def figures(prompts: Sequence[MeasuredPrompt], name: str) -> Report:
 
     Args:
         prompts: at least one.
-        name: the backend.
 
     Returns:
         ``tokens_per_second`` (without the prefill) and ``prefill_seconds``: medians over all runs.

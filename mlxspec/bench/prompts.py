@@ -108,7 +108,6 @@ def parse_json_lines(text: str, path: Path, parse: Callable[[Any], _Item]) -> li
     """Parse the JSON lines of a file; blank lines are skipped.
 
     Args:
-        text: the lines.
         path: the file, for errors.
         parse: turns the object of a line into an item, or raises ValueError.
 
@@ -250,7 +249,6 @@ def read_completions(paths: Iterable[Path], tokenizer: Any, limit: int) -> list[
     """Read traces and encode their outputs, category by category.
 
     Args:
-        paths: files of traces or chat logs.
         tokenizer: as :func:`mlxspec.models.tokenizer.load_tokenizer_of` returns it.
         limit: the most conversations of each category, at least 1. They are evenly spaced.
 

@@ -88,7 +88,6 @@ def replay_jointly(
     takes part in their next plain step. Prompts are assumed to take no time.
 
     Args:
-        completions: the recorded outputs.
         new_drafter: gives the drafter of each output. Planners share the rows of each step, as in
             :class:`mlxspec.engine.step.Batch`; other drafters' proposals are verified in full.
         curve: T(rows)/T(1) of one sequence, from which planners compute how to share rows.
@@ -298,8 +297,6 @@ def compare(
 
     Args:
         completions: the recorded outputs, at least one.
-        classes: the classes of their tokens, see :class:`mlxspec.drafting.p_accept.TokenClasses`.
-        policies: the policies by their names.
         curves: the curve T(rows)/T(1) of each chip, by the chip's name.
         concurrency: how many outputs run at once. Two or more are compared with plain batching and
             with drafting one at a time.

@@ -120,7 +120,6 @@ class CachedPrompt:
     Args:
         file: the file, made by ``mlxspec cache-prompt`` or ``mlx_lm.cache_prompt``.
         model: the model that will continue the prompt.
-        adapter_path: the directory of the model's adapters.
 
     Raises:
         FileError: the file is missing, damaged or of another kind, or made with another model or

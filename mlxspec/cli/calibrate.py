@@ -164,8 +164,6 @@ def measured_curves(
     """Measure carefully, and keep the times. If interrupted, the kept times stay as they were.
 
     Args:
-        model: an mlx-lm model.
-        name: the model's name in reports.
         contexts: the context lengths to measure at; by default a short one and longer ones.
         sequences: how many sequences share each step.
 

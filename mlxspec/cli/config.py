@@ -116,11 +116,7 @@ def _show(config: dict[str, Any]) -> None:
 
 
 def _model(name: str, config: dict[str, Any]) -> str:
-    """A model's name in a form that is valid from every directory: paths are absolute.
-
-    Raises:
-        OptionError: the name is neither a directory's nor a repository's.
-    """
+    """A model's name in a form that is valid from every directory: paths are absolute."""
     if name == DEMO or ALIAS_PREFIX + name in config:
         return name
     if not local_path(name).is_dir() and not is_repository_name(hub_repository(name)[0]):

@@ -58,11 +58,7 @@ their values, the ``commands`` that start it, and ``notes`` for the user.
 
 
 def _setup(client: str, address: str, models: Mapping[str, int | None]) -> Setup:
-    """Fill in a client's template.
-
-    Raises:
-        OptionError: Zed needs the models' context lengths, and one is unknown.
-    """
+    """Fill in a client's template."""
     import yaml
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -199,7 +195,6 @@ def write_texts(
     """Show the changes to files, ask, and write them; exit if the user refuses.
 
     Args:
-        console: where to show the changes.
         texts: files with their old and new texts.
         yes: whether to write without asking.
         asking: the command or option that asks, which the error names if there is no terminal.

@@ -203,8 +203,6 @@ def drawn(
     Args:
         steps: all steps of the generation.
         shown: the numbers of those to draw, from 0.
-        prompt: the prompt's tokens.
-        text_of: turns tokens into text.
     """
     before = list(prompt)
     for number, step in enumerate(steps):

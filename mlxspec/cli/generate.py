@@ -235,8 +235,6 @@ def figures_panel(
     """The figures of a generation, and a legend for the two colours.
 
     Args:
-        result: the finished generation.
-        legend: whether to add the legend.
         plain: the same generation without drafts, if that was measured.
     """
     figures = Figures(plain=plain)

@@ -66,7 +66,6 @@ class Memories(ExitStack):
         """The memory for a tokenizer; None if its answers are not kept.
 
         Args:
-            tokenizer: a model's tokenizer.
             model: the model's name as the user gave it.
         """
         from ..corpus.answer_index import AnswerIndex
@@ -383,11 +382,7 @@ def export_command(model: str | None) -> None:
 
 
 def _kept(tokenizer: Any) -> list[KeptAnswers]:
-    """The kept answers of all tokenizers, or only of this one.
-
-    Raises:
-        FileError: the database cannot be read.
-    """
+    """The kept answers of all tokenizers, or only of this one."""
     from ..corpus.answers import identify, kept_answers, memory_directory
 
     wanted = identify(tokenizer).fingerprint if tokenizer else None
@@ -396,11 +391,7 @@ def _kept(tokenizer: Any) -> list[KeptAnswers]:
 
 
 def _tokenizer_of(model: str | None) -> Any:
-    """The tokenizer of ``--model``; None if it is not given.
-
-    Raises:
-        LoadError: it cannot be loaded.
-    """
+    """The tokenizer of ``--model``; None if it is not given."""
     if model is None:
         return None
     from ..models.tokenizer import load_tokenizer_of  # takes a second
@@ -412,11 +403,7 @@ def _decoder(kept: KeptAnswers, tokenizer: Any) -> Callable[[np.ndarray], str]:
     """Make a function that turns the tokens of answers into text.
 
     Args:
-        kept: the answers.
         tokenizer: their tokenizer; None loads the one that they were generated with.
-
-    Raises:
-        LoadError: the tokenizer cannot be loaded.
     """
     from ..corpus.answers import identify
 
@@ -437,11 +424,7 @@ _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def _time(text: str) -> float:
-    """Parse the time of ``--since``; returns seconds since 1970.
-
-    Raises:
-        OptionError: it is not a time.
-    """
+    """Parse the time of ``--since``; returns seconds since 1970."""
     try:
         if ago := re.fullmatch(r"([0-9]+)([mhdw])", text):
             return time.time() - timedelta(**{_UNITS[ago[2]]: int(ago[1])}).total_seconds()

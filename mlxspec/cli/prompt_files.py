@@ -59,7 +59,6 @@ def answer_prompts(
 
     Args:
         file: a file of lines in the form that :func:`read_line` accepts; - is standard input.
-        concurrency: the most prompts to answer at once.
         leader: splits the model over its ranks; None for one process.
         shows: ``quiet``, ``color`` and ``as_json``; the results are always JSON.
 
@@ -171,7 +170,6 @@ class PromptAnswers:
 
         Args:
             lines: the number of each line, from 1, and its value, which is None if it is not JSON.
-            bar: shows how many lines are done.
 
         Returns:
             whether it was interrupted. Even then, all finished answers have been written, and the
@@ -205,11 +203,7 @@ class PromptAnswers:
         return self._written < self._begun
 
     def _request(self, value: Any, names: dict[str, Any], number: int) -> Request:
-        """The request for a line.
-
-        Raises:
-            MlxspecError: the line cannot be answered.
-        """
+        """The request for a line."""
         asked = read_line(value)
         source = asked.get("prompt") or asked["messages"]
         tokens, chat = self.prompt.encoded(source, self.decoder.tokenizer)

@@ -142,11 +142,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
 
 
 def _policies(asked: ReplayOptions) -> dict[str, ReplayPolicy]:
-    """The policies of the requested decoders, drafter, head and memories.
-
-    Raises:
-        OptionError: a decoder is unknown, or a memory's size or a head's curve is invalid.
-    """
+    """The policies of the requested decoders, drafter, head and memories."""
     from ..bench.heads import parse_head_curve, policies_with_head
     from ..bench.policies import POLICIES, policies_with, policies_with_memory
     from ..bench.prompts import chosen

@@ -342,11 +342,7 @@ def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
 
 
 def _keys(file: Path | None, other: str) -> list[str]:
-    """The valid API keys without duplicates: those in ``file``, and ``other`` unless it is empty.
-
-    Raises:
-        OptionError: the file has no key, or a key that cannot be sent in a header.
-    """
+    """The distinct API keys: those in ``file``, and ``other`` unless it is empty."""
     lines = file.read_text(encoding="utf-8-sig", errors="replace").splitlines() if file else []
     keys = [*dict.fromkeys(key for line in [*lines, other] if (key := line.strip()))]
     if file and not keys:
@@ -367,11 +363,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | None:
-    """The host names that requests may use for the server; None for any.
-
-    Raises:
-        OptionError: other machines could use the server without a key.
-    """
+    """The host names that requests may use for the server; None for any."""
     from ..server.auth import host_name
 
     names = {host_name(name) for name in allowed}
@@ -391,11 +383,7 @@ def bracketed(host: str) -> str:
 
 
 def _listening(host: str, port: int) -> socket.socket:
-    """Open a listening socket, before the models are loaded.
-
-    Raises:
-        OptionError: the address is in use or not allowed.
-    """
+    """Open a listening socket, before the models are loaded."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family, backlog=256)
@@ -704,7 +692,6 @@ def request_log(
 
     Args:
         as_json: print JSON to standard output instead of readable lines to standard error.
-        quiet: print nothing.
         color: print failures in red.
     """
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()

@@ -50,7 +50,6 @@ def convert(
         torch_path: the directory of an original Mistral or Llama checkpoint (``consolidated.*``,
             ``params.json``, ``tokenizer.model``).
         hf_path: instead of it, a Hugging Face checkpoint: a directory or a repository on the Hub.
-        mlx_path: the directory to write.
         quantize: quantise the weights. Without it, the following three have no effect.
         q_bits: bits per weight; None for MLX's default.
         q_group_size: weights per scale; None for MLX's default.
@@ -127,9 +126,6 @@ def _check_finite(directory: Path, source: str | Path) -> None:
     Args:
         directory: the directory.
         source: the checkpoint's name, for errors.
-
-    Raises:
-        LoadError: some are not, in the checkpoint or since they exceed the type they were cast to.
     """
     for path in sorted(directory.glob(WEIGHTS)):
         tensors = cast("dict[str, mx.array]", mx.load(str(path)))
@@ -192,16 +188,7 @@ def _prepare(
     """Cast and quantise a model.
 
     Args:
-        model: the model.
-        config: its configuration.
         dtype: the float type to cast to; None for the model's own 16-bit type.
-        quantization: how to quantise the weights, if at all.
-
-    Returns:
-        the model, and the configuration to write.
-
-    Raises:
-        LoadError: mlx-lm cannot quantise the model.
     """
     from mlx_lm.utils import quantize_model
 

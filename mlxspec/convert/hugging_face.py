@@ -58,7 +58,6 @@ def without_float64(source: Path, folder: Path) -> Path:
     """A checkpoint whose float64 tensors, which MLX cannot read, are float32.
 
     Args:
-        source: the checkpoint's directory.
         folder: an empty directory, for the changed files and links to the others.
 
     Returns:
@@ -76,11 +75,7 @@ def without_float64(source: Path, folder: Path) -> Path:
 
 
 def _write_without_float64(source: Path, target: Path) -> None:
-    """Copy a whole safetensors file, tensor by tensor, with float32 in the place of float64.
-
-    Raises:
-        LoadError: a number is beyond float32.
-    """
+    """Copy a whole safetensors file, tensor by tensor, with float32 in the place of float64."""
     with source.open("rb") as old, target.open("wb") as new:
         length = int.from_bytes(old.read(8), "little")
         tensors = json.loads(old.read(length))

@@ -54,7 +54,6 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
     """Load mlx-lm's model with a checkpoint's unevaluated weights, and its configuration.
 
     Args:
-        directory: the checkpoint's directory.
         scratch: an empty directory with enough disk space for the checkpoint, whose tensors are
             written there under Hugging Face's names. Keep it as long as the model.
 
@@ -155,7 +154,6 @@ def half_split_rows(weight: mx.array, head_dim: int) -> mx.array:
 
     Args:
         weight: (heads × head_dim, width).
-        head_dim: the number of rows of a head.
 
     Raises:
         ValueError: the weight has another shape.

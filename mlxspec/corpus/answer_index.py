@@ -124,8 +124,6 @@ class AnswerIndex:
         Args:
             directory: the directory with the answers of all tokenizers. The command ``mlxspec``
                 uses it, too, if the environment variable MLXSPEC_MEMORY names it.
-            tokenizer: the tokenizer of the answers.
-            max_tokens: the most tokens to keep.
 
         Raises:
             OptionError: as for the class.
@@ -140,7 +138,6 @@ class AnswerIndex:
 
         Args:
             tail: the context's last tokens; up to 64 are compared.
-            limit: the most excerpts to return.
             depth: the most tokens of an excerpt.
         """
         return excerpts(self._worker.searched, tail, limit, depth, self._worker.vocab_size)

@@ -195,9 +195,6 @@ class KeptAnswers:
             text: the bytes of its tokens, as int32.
             earned: the figures of its generation, by the names in EARNED.
             name: the name of an added text, which stays until it is forgotten.
-
-        Returns:
-            the number of the answer's row.
         """
         figures = [max(0, int(earned.get(name, 0))) for name in EARNED]
         # The same text may be added under several names, and be an answer, too.

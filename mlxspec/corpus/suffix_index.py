@@ -64,9 +64,6 @@ class SuffixIndex:
     (RFC 1951, section 4). For each n-gram size, a table holds the newest position of each bucket,
     and each position has a link to the next older one in its bucket. This takes 36 to MOST_BYTES
     bytes per token for any text. The time to add a token does not depend on the text's length.
-
-    Args:
-        tokens: the initial text.
     """
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
@@ -114,7 +111,6 @@ class SuffixIndex:
         Args:
             tail: the tokens to find. At most the last MAX_LENGTH are compared, and only those after
                 the last SEPARATOR.
-            limit: the most occurrences to return.
 
         Returns:
             the occurrences that are followed by a token. The longest matches come first; of equally
@@ -292,7 +288,6 @@ class SuffixArray:
         Args:
             tail: the context's last tokens. At most MAX_LENGTH are compared, and only those after
                 the last SEPARATOR.
-            limit: the most places to return.
 
         Returns:
             the length of each match, and the position of the token that follows it.
@@ -356,8 +351,6 @@ def _slots_among(
     """The slots of ``array`` before which to insert ``places`` of other tokens.
 
     Args:
-        array: the array into whose order they are inserted.
-        tokens: the other tokens.
         places: their places, sorted.
         least: the first slot that is possible for any of them.
     """
@@ -456,7 +449,6 @@ def write_index(
     """Write a file that :meth:`SuffixArray.open` maps.
 
     Args:
-        file: where to write.
         header: the other entries of the JSON, with a "format".
         lengths: the lengths of the tokens and of the order.
         pieces: the tokens, then the order, in pieces.
@@ -488,10 +480,7 @@ def excerpts(
 
     Args:
         indexes: suffix indexes and suffix arrays, the newest first.
-        tail: the context's last tokens.
-        limit: the most excerpts to return.
         depth: the most tokens of an excerpt.
-        vocab_size: token ids are in range if they are below it.
     """
     found: list[tuple[int, int, Any]] = []
     for one in indexes:
@@ -535,7 +524,6 @@ def continuations(
     """Group occurrences by the token that comes after a drafted path in each of them.
 
     Args:
-        text: the indexed text.
         occurrences: the occurrences that the path follows, the longest match first.
         depth: the length of the path.
         path: returns the path, the draft tokens after the text's end; seldom called.

@@ -138,7 +138,6 @@ class Channel:
     stop, the thread writes an error line and ends the process.
 
     Args:
-        rank: the rank of this process.
         peers: connected sockets by rank: rank 0 has all other ranks, the others only rank 0.
 
     Attributes:

@@ -49,7 +49,6 @@ def load_shard(
 
     Args:
         path_or_repo: as for :func:`mlxspec.load`; every rank reads its own copy of the files.
-        group: the ranks.
 
     Raises:
         LoadError: the model cannot be read, cannot be split over this many ranks, or is not the
@@ -180,10 +179,6 @@ class Leader:
 
     Threads take turns, since MLX runs each thread's operations separately, and followers have only
     one thread.
-
-    Args:
-        group: the ranks.
-        channel: the channel to the followers.
     """
 
     def __init__(self, group: mx.distributed.Group, channel: Channel) -> None:

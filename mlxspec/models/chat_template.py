@@ -47,8 +47,6 @@ def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) 
     ``<system-reminder>``.
 
     Args:
-        tokenizer: the model's tokenizer.
-        messages: the conversation.
         how: further arguments of ``apply_chat_template``.
 
     Raises:

@@ -129,7 +129,6 @@ def load_lazily(
     """Load a model without evaluating its weights; return it with its settings.
 
     Args:
-        directory: the model's directory.
         config: the settings, from :func:`read_config`.
         changes: settings that override those in ``config``.
 
@@ -263,7 +262,6 @@ def evaluate(model: nn.Module, source: str | Path, on_read: OnRead = _unheard) -
     Args:
         model: the model, loaded lazily.
         source: the path or name of the model, for errors.
-        on_read: reports progress.
 
     Raises:
         LoadError: the weights cannot be read.

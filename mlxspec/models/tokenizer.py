@@ -99,7 +99,6 @@ def load_tokenizer(
     A ``tokenizer.model`` alone gives exactly SentencePiece's ids, unlike in transformers.
 
     Args:
-        directory: the directory of the tokenizer's files.
         eos_token_ids: the EOS ids of the model's configuration, in addition to the tokenizer's own.
         settings: settings that override those in ``tokenizer_config.json``.
 
@@ -181,7 +180,6 @@ def write_tokenizer(source: Path, target: Path) -> None:
 
     Args:
         source: a directory with ``tokenizer.model`` or, from Mistral, ``tokenizer.model.v3``.
-        target: the directory to write into.
 
     Raises:
         LoadError: the model is missing, of another kind, or its ids cannot be reproduced.

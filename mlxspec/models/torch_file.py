@@ -34,7 +34,6 @@ def read_torch_file(path: Path, integers: bool = False) -> Iterator[tuple[str, m
     """Yield the name and the elements of each tensor, one after another.
 
     Args:
-        path: the file.
         integers: whether it may also hold integers and truth values.
 
     Raises:

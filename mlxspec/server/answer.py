@@ -20,9 +20,6 @@ class ApiAnswer(ABC):
 
     It takes the events of its choices, interleaved in any way, and returns the chunks to stream for
     them. When all choices have ended, it can also be sent as one response.
-
-    Args:
-        choices: the choices of all prompts.
     """
 
     end = ""

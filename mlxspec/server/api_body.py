@@ -110,8 +110,6 @@ def check_ids(
     """Refuse token ids that the model does not have.
 
     Args:
-        ids: the ids.
-        vocab_size: the number of ids that the model has.
         param: the field with the ids, or with the text that became them.
         tokenizer: the model's tokenizer, if a text may have become the ids.
 
@@ -282,9 +280,9 @@ class ApiBody(SamplingBody):
     refuses others.
 
     Attributes:
-        format_param: the field that sets the constraint.
         sent: the whole body as sent, with unknown fields.
         param: the field with the messages or prompts.
+        format_param: the field that sets the constraint.
         continues: whether the answer may continue the last message, if that is the assistant's.
     """
 
@@ -312,9 +310,9 @@ class ApiBody(SamplingBody):
     continue_final_message: bool = True  # vLLM's
     response_format: Format = None
 
-    format_param: ClassVar[str] = "response_format"
     unsupported: ClassVar[Sequence[str]] = ("all", "openai")
     param: ClassVar[str] = "messages"
+    format_param: ClassVar[str] = "response_format"
     continues: ClassVar[bool] = True
 
     @property

@@ -67,7 +67,6 @@ def create_app(
     """The ASGI application.
 
     Args:
-        catalog: the models that requests may name, with the worker that runs them.
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         hosts, keys, origins: as for :class:`mlxspec.server.auth.AuthMiddleware`.
         on_refusal: called with the path and the error of each refused request.
@@ -325,11 +324,7 @@ class Endpoints:
         return partial(parse_responses, find=find)
 
     def _stored(self, request: Request) -> dict[str, Any]:
-        """The stored response that the path names.
-
-        Raises:
-            ApiError: 404, the response does not exist.
-        """
+        """The stored response that the path names."""
         response_id = request.path_params["id"]
         found = self._responses.response(request.state.key, response_id)
         if found is None:
@@ -357,10 +352,6 @@ class Endpoints:
 
     async def read(self, request: Request, parse: Callable[[Any], _Result]) -> _Result:
         """Read a body and parse its JSON, in a thread outside the event loop.
-
-        Args:
-            request: the request whose body to read.
-            parse: turns the JSON value into the result.
 
         Raises:
             ApiError: the body is not JSON, is too large or has an unknown encoding, or ``parse``
@@ -392,9 +383,7 @@ class Endpoints:
         """Respond to a body once its model is loaded; a stream is kept alive until then.
 
         Args:
-            request, body: the request.
             make_answer: makes the answer, given the model's name.
-            read_prompts: makes the body's prompts for the model.
         """
         entry = await self.catalog.named(body.model or None, self.strict)
         answer = make_answer(entry.name)

@@ -32,7 +32,6 @@ class AuthMiddleware:
     """ASGI middleware: refuses requests that are not meant for this server, or have no key.
 
     Args:
-        app: receives the accepted requests.
         hosts: the names of this server that requests may use, without port; None for any.
         keys: the accepted API keys; if empty, requests need no key.
         origins: the origins besides the server's own that requests may have, such as

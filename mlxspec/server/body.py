@@ -42,7 +42,6 @@ class ApiError(MlxspecError):
         status: the HTTP status, 400 to 599.
         param: the wrong field of the body, in OpenAI's notation: ``messages[2].role``.
         code: an identifier for programs, such as ``context_length_exceeded``.
-        headers: the response's headers.
     """
 
     def __init__(
@@ -162,7 +161,6 @@ def read_json(data: bytes | bytearray, most: int = MOST_VALUES) -> tuple[Any, in
     one when they cut a text inside a surrogate pair.
 
     Args:
-        data: the text.
         most: the most values that it may have.
 
     Returns:

@@ -101,10 +101,8 @@ class Catalog:
     meanwhile wait, and then load it again.
 
     Args:
-        worker: runs the models.
         load: loads a model, running at most a few forwards; called in any thread. It raises
             :class:`MlxspecError` if the model cannot be loaded.
-        at_start: the models that are always in the catalog.
         find: finds other models; called in any thread.
         refresh: reads the sizes of a model again before it is loaded, since its files may have been
             replaced; called in any thread. It raises :class:`MlxspecError` if they are gone.
@@ -214,11 +212,7 @@ class Catalog:
         return found
 
     def _known(self, name: str | None) -> Entry | None:
-        """The model with this name; None if there is none.
-
-        Raises:
-            ApiError: 400, several models have this name.
-        """
+        """The model with this name; None if there is none."""
         if name is None:
             return None
         if name in self._entries:
@@ -334,11 +328,7 @@ class Catalog:
         return failure
 
     async def _make_room(self, entry: Entry) -> None:
-        """Unload other models until this one fits.
-
-        Raises:
-            ApiError: 413, it would not fit even if all models that may be unloaded were.
-        """
+        """Unload other models until this one fits."""
         memory = self.worker.memory
         while True:
             self._left.clear()
@@ -391,11 +381,7 @@ class Catalog:
     # --- in the worker's thread ---
 
     def _reserves(self, entry: Entry) -> bool:
-        """Reserve memory for a model's weights, if every request will still fit beside them.
-
-        Returns:
-            whether the memory was reserved.
-        """
+        """Reserve memory for a model's weights, if every request will still fit beside them."""
         memory = self.worker.memory
         needs = (one.need for one in self.worker.requests.copy())
         keep = all(memory.ever_fits(need, beside=entry.nbytes) for need in needs)

@@ -41,7 +41,6 @@ class Choice:
     """A choice, one of the ``n`` outputs for a prompt: its parts and token counts so far.
 
     Args:
-        index: the choice's index.
         format: the format of the output; None for text without markers.
 
     Attributes:

@@ -32,7 +32,6 @@ class HttpServer(uvicorn.Server):
     """Serves an application until a signal, then gives running requests time to end.
 
     Args:
-        app: the application.
         grace: seconds for running requests to end after the first signal. A second signal ends them
             at once.
         patience: seconds after which a client is disconnected if it neither reads its answer nor

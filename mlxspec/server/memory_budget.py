@@ -119,7 +119,6 @@ class ServerMemory:
         """Whether a need could be reserved if nothing else were reserved.
 
         Args:
-            need: what a request needs.
             beside: the bytes of weights that are about to be loaded; negative for weights that are
                 about to be unloaded.
         """
@@ -138,9 +137,6 @@ class ServerMemory:
         Clients ask for what the largest models can write.
 
         Args:
-            served: the model.
-            n_prompt: the number of tokens of the prompt.
-            body: the body of the request.
             default: the number for a body that requests none.
 
         Raises:
@@ -207,7 +203,6 @@ class ServerMemory:
         Args:
             owner: a request, or the name of a model that is being loaded; :meth:`release` takes it
                 to end the reservation.
-            need: the need of a request, or of a model's weights.
         """
         self._reserved[owner] = need
         self.make_room()

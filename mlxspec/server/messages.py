@@ -180,7 +180,6 @@ def _whole_block(part: Part, cut: bool) -> dict[str, Any]:
     """The content block for a whole part. A call with invalid arguments is text.
 
     Args:
-        part: the part.
         cut: whether the answer was cut off, and so the last call's arguments may be; they are then
             left out.
     """
@@ -206,7 +205,6 @@ class MessagesAnswer(ApiAnswer):
     ``cache_creation_input_tokens`` is always 0, since caching is free here.
 
     Args:
-        body: the body of the request.
         model: the model's real name, which the answer shows.
     """
 

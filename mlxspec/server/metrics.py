@@ -94,7 +94,6 @@ class Metrics:
         """Record a sequence's part in a step.
 
         Args:
-            step: the sequence's step.
             seconds: the wall time of the step.
             cost: the step's time according to the measured costs, in plain steps; NaN if unknown.
         """

@@ -166,11 +166,6 @@ class ChatAnswer(ApiAnswer):
     """The answer of ``/v1/chat/completions``.
 
     Reasoning is sent as ``reasoning_content``. Log-probabilities are sent for the text only.
-
-    Args:
-        body: the body of the request.
-        model: the model's name in the answer.
-        n_prompts: the number of prompts, each with ``n`` choices.
     """
 
     _tokenizer: TokenizerWrapper
@@ -376,10 +371,7 @@ def completion_logprobs(
     """The lists of a completion's ``logprobs``; None if it would have no tokens.
 
     Args:
-        tokenizer: the model's tokenizer.
-        pieces: the tokens.
         offset: where the first token begins in the choice's text.
-        top: how many of the likeliest tokens were requested.
     """
     offsets, likeliest = [], []
     for piece in pieces:

@@ -291,7 +291,6 @@ class OutputParser:
 
         Args:
             marker: the marker; empty if the prompt has it.
-            before: the state before the marker.
         """
         read, n_calls = self._read, self.n_calls
         self._called = read.at

@@ -134,7 +134,6 @@ class PrefixCache:
         The caller returns it with :meth:`give_back`.
 
         Args:
-            prompt: token ids.
             partition: the partition's name, such as the client's key. Entries of other partitions
                 are never used.
             make_room: called before anything is copied. It may evict idle entries; an entry that is
@@ -355,7 +354,6 @@ class PrefixCache:
         keep them for the same entry.
 
         Args:
-            directory: where the files are.
             most: the most bytes of all loaded entries; by default ``max_bytes``.
         """
         if not directory.is_dir() or not self._trusts(directory):

@@ -57,8 +57,6 @@ def chat_prompt(
     """Apply the model's chat template to a conversation.
 
     Args:
-        body: the body with the conversation.
-        tokenizer: the model's tokenizer.
         longest: the model's context length in tokens; None if unknown.
         arguments: default arguments of the template, overridden by the body's.
 
@@ -139,7 +137,6 @@ def check_length(length: int, param: str, longest: int | None) -> None:
 
     Args:
         length: the characters of the text that the model would read.
-        param: the text's field in the body.
         longest: the model's context length in tokens; None if unknown.
 
     Raises:
@@ -194,12 +191,7 @@ def _is_strict(tool: dict[str, Any]) -> bool:
 def _answer_phases(
     body: ApiBody, format: OutputFormat, tokenizer: TokenizerWrapper
 ) -> Constraint | Phases | None:
-    """The constraint of a chat's answer.
-
-    Raises:
-        OptionError: tools and constraint cannot be combined, or the model's reasoning has no end
-            that a constraint could follow.
-    """
+    """The constraint of a chat's answer."""
     constrains = body.demands_call or any(map(_is_strict, body.tools_shown))
     calls = _calls_constraint(body, tokenizer) if constrains else None
     if body.demands_call:  # the prompt ends with a call's marker
@@ -338,8 +330,6 @@ def completion_prompts(
     """The prompts of a completion request, in order.
 
     Args:
-        body: the body, with texts or token ids, and perhaps a suffix.
-        tokenizer: the model's tokenizer.
         longest: the model's context length in tokens; None if unknown.
 
     Raises:

@@ -273,10 +273,6 @@ Find = Callable[[str], Stored | None]
 def parse_responses(body: Any, find: Find = lambda response_id: None) -> ResponsesBody:
     """Parse a body of ``/v1/responses``.
 
-    Args:
-        body: the JSON value of the body.
-        find: finds the stored responses that the body refers to.
-
     Raises:
         ApiError: a field is missing, wrong or unsupported, or a response or an item that the body
             refers to is not stored.
@@ -290,11 +286,7 @@ def parse_responses(body: Any, find: Find = lambda response_id: None) -> Respons
 
 
 def _from_store(body: dict[str, Any], find: Find) -> dict[str, Any]:
-    """The fields ``earlier`` (the conversation so far) and ``input``, with references resolved.
-
-    Raises:
-        ApiError: a response or an item that the body refers to is not stored.
-    """
+    """The fields ``earlier`` (the conversation so far) and ``input``, with references resolved."""
     earlier: list[dict[str, Any]] = []
     if isinstance(previous := body.get("previous_response_id"), str):
         found = find(previous)
@@ -423,8 +415,6 @@ class ResponsesAnswer(ApiAnswer):
     Log-probabilities are sent for the text only.
 
     Args:
-        body: the body of the request.
-        model: the model's name in the answer.
         keep: called with the finished response and the items before it, if it is to be stored.
     """
 

@@ -30,10 +30,6 @@ async def answered(
     If the client disconnects, the generations end.
 
     Args:
-        request: the client's request.
-        stream: the generations' events.
-        answer: turns the events into chunks or a whole answer.
-        streamed: whether to send server-sent events.
         keep_alive: seconds without data after which a stream sends a keep-alive.
 
     Raises:
@@ -65,9 +61,6 @@ async def kept_alive(
     If it has not begun in time, its stream begins with keep-alives. An error is then sent in it.
 
     Args:
-        request: the client's request.
-        responding: returns the response.
-        answer: the answer that is streamed.
         patience: seconds after which a keep-alive is sent.
         on_refusal: called with an error that is sent in the stream.
     """

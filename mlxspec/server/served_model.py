@@ -112,7 +112,6 @@ class CacheMemory:
 
         Args:
             tokens: the length of the context that the rows attend to.
-            rows: the number of rows.
         """
         (row, row_and_position), _ = self._measured
         return int(rows * (row + row_and_position * tokens))

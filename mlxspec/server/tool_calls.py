@@ -29,7 +29,6 @@ class Calls(Protocol):
         """Take a call.
 
         Args:
-            name: the function's name.
             arguments: the arguments as JSON.
             call_id: the call's id, if the model has written one.
         """
@@ -97,7 +96,6 @@ def types_of(
     """The JSON types that a schema allows; empty if it allows any.
 
     Args:
-        schema: the schema.
         root: the schema that has it, in which references are resolved.
         known: the types of references that have been resolved. One that refers to itself allows
             any.
@@ -169,8 +167,6 @@ def typed(text: str, schema: object, root: Mapping[str, Any]) -> Any:
     the schema allows strings, and also if it is no JSON at all.
 
     Args:
-        text: the text.
-        schema: the value's schema.
         root: the schema that has it, in which references are resolved.
     """
     types = types_of(schema, root)
@@ -224,10 +220,6 @@ def json_text(read: TextReader, put: Put) -> Reading[None]:
 
     Models put two things into JSON that do not belong there: raw line breaks and tabs in strings,
     which are escaped, and bare words such as dates, which become strings.
-
-    Args:
-        read: the reader.
-        put: takes the next piece of the value.
     """
     closers: list[str] = []
     expected = "value"
@@ -797,12 +789,7 @@ def _python_string(read: TextReader, quote: str, *followers: str) -> Reading[Non
 def of_mlx_lm(
     tokenizer: TokenizerWrapper, tools: Sequence[dict[str, Any]]
 ) -> Callable[[TextReader, Tools, Calls, str], Reading[None]]:
-    """A reader for a format that only mlx-lm knows.
-
-    Args:
-        tokenizer: mlx-lm's, with its parser.
-        tools: the request's tools.
-    """
+    """A reader for a format that only mlx-lm knows."""
 
     def read_calls(read: TextReader, names: Tools, calls: Calls, marker: str) -> Reading[None]:
         text, _ = yield from read.find(tokenizer.tool_call_end)

@@ -103,9 +103,6 @@ class ServedRequest(Request):
     """One choice of an answer, with its figures for the status page.
 
     Args:
-        served: the model.
-        prompt: token ids.
-        max_tokens: the most tokens to generate.
         options: as for :meth:`mlxspec.Decoder.stream`.
         prediction: token ids that the client expects as output.
         top_logprobs: how many of the likeliest tokens its events have; None for no
@@ -240,7 +237,6 @@ class EventStream(RequestStream):
     """The events of one client's requests.
 
     Args:
-        worker: the worker that runs the requests.
         requests: one request for each choice, in order.
     """
 
@@ -305,12 +301,7 @@ _MOST_UNREAD = 64  # tokens that a client may leave unread before its generation
 
 
 class ModelQueue(Scheduler):
-    """Runs the requests to one model; used only in the worker's thread.
-
-    Args:
-        served: the model.
-        worker: the worker with the limits and metrics.
-    """
+    """Runs the requests to one model; used only in the worker's thread."""
 
     def __init__(self, served: ServedModel, worker: Worker) -> None:
         super().__init__(
@@ -476,9 +467,6 @@ class Worker(SchedulerThread):
         """Let a request start if it fits and no earlier request waits for memory.
 
         If it does not fit, later requests wait for it.
-
-        Returns:
-            whether it may start.
         """
         first = self._first
         if first and first.state is State.WAITING and first.number < request.number:

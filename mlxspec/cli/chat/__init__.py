@@ -194,7 +194,6 @@ class Chat:
         was generated so far is kept.
 
         Args:
-            message: the user's message.
             sampling: sampling options for this answer only.
 
         Raises:
@@ -360,12 +359,7 @@ class Chat:
 
 
 def answer_line(last: GenerationResponse, max_tokens: int) -> str:
-    """An answer's statistics, and why it was cut off if it was incomplete.
-
-    Args:
-        last: the answer's last response.
-        max_tokens: the most tokens that the answer could have.
-    """
+    """An answer's statistics, and why it was cut off if it was incomplete."""
     figures = [counted(last.generation_tokens, "token"), f"{last.generation_tps:,.1f}/s"]
     if last.stats.gain:
         figures.append(f"{last.stats.gain:.1f}× plain")
@@ -485,13 +479,7 @@ class LocalModel:
     def stream(
         self, generation: GenerationSettings, tokens: Sequence[int], on_progress: Progress
     ) -> Generator[GenerationResponse, None, None]:
-        """Generate the answer to the conversation that was tokenized last.
-
-        Args:
-            generation: the options.
-            tokens: the prompt.
-            on_progress: called with the progress of the prefill.
-        """
+        """Generate the answer to the conversation that was tokenized last."""
         how = {"session": self.session, "on_progress": on_progress}
         return generation.stream(self.decoder, tokens, chat=self._chat, **how)
 
@@ -558,8 +546,6 @@ def write_chat(path: Path, model: str, conversation: Messages) -> None:
     """Write a conversation, completely or not at all; an existing file must be a saved chat.
 
     Args:
-        path: the file.
-        model: the model that answered.
         conversation: the system prompt, if there is one, and the messages.
 
     Raises:

@@ -119,7 +119,6 @@ class RemoteModel:
     Args:
         address: the server's URL, as the server prints it; ``http://`` may be left out.
         generation: which model to use.
-        template_arguments: variables for the model's chat template.
 
     Attributes:
         name: the model's name.
@@ -172,8 +171,6 @@ class RemoteModel:
         The last response has the figures and no text.
 
         Args:
-            generation: the options.
-            tokens: the prompt.
             on_progress: not called, since the server reports no progress.
         """
         import mlx.core as mx

@@ -235,7 +235,6 @@ class GenerationSettings:
         """The options for a model.
 
         Args:
-            model: its name.
             is_named: whether the options were given for this model. If not, its options have no
                 adapters, head or draft model.
         """
@@ -255,7 +254,6 @@ class GenerationSettings:
 
         Args:
             console: shows that the model is being loaded; None shows nothing.
-            memories: hold the earlier answers to draft from.
             leader: splits the model over its ranks; None for one process.
             on_read: as for :func:`.models.model.evaluate`.
         """
@@ -313,7 +311,6 @@ class GenerationSettings:
 
         Args:
             decoder: made by :meth:`load`.
-            tokens: the prompt.
             chat: the prompt in the chat template, if the output is an answer in a chat. The
                 required form applies only to the answer's text, after its reasoning.
             more: other arguments of :meth:`mlxspec.Decoder.stream`.
@@ -405,7 +402,6 @@ def room_for(longest: int | None, n_prompt: int, max_tokens: int) -> int:
 
     Args:
         longest: the model's context length in tokens; None if unknown.
-        n_prompt: the number of prompt tokens.
         max_tokens: the limit that the user set.
     """
     return max_tokens if longest is None else max(1, min(max_tokens, longest - n_prompt))

@@ -111,7 +111,6 @@ def model_argument(about: str = _ABOUT + _DEFAULT, *, several: bool = False) -> 
     """Let a command take MODEL as an argument or with ``--model``, and get it as ``model``.
 
     Args:
-        about: the argument's help text.
         several: whether MODEL and ``--model`` can be repeated; the command then gets ``models``.
     """
     name, words = ("models", "[MODEL]...") if several else ("model", "[MODEL]")

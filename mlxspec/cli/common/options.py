@@ -133,11 +133,7 @@ Only those that the command has are considered.
 
 
 def _check_needs(ctx: click.Context) -> None:
-    """Refuse options that have no effect.
-
-    Raises:
-        OptionError: an option is given without one that it needs.
-    """
+    """Refuse options that have no effect."""
     values = {name: ctx.params.get(one.name) for one in ctx.command.params for name in one.opts}
     for one in ctx.command.params:
         name, given = one.opts[0], ctx.get_parameter_source(one.name or "")
@@ -159,7 +155,6 @@ def argument(name: str, help: str, **more: Any) -> Decorator:
 
     Args:
         name: the function's parameter; without ``metavar`` the help shows it in capitals.
-        help: a sentence about the argument.
         more: as for :class:`click.Argument`.
     """
     return click.argument(name, help=help, **more)
@@ -193,7 +188,6 @@ def option(spelling: str, help: str, name: str | None = None, **more: Any) -> De
 
     Args:
         spelling: the option's names, and the name of its value.
-        help: the help text.
         name: the function's parameter, if its name differs from the option's.
         more: as for :class:`Option`.
     """
@@ -255,7 +249,6 @@ def options_of(
     if there is one.
 
     Args:
-        kind: the dataclass.
         argument: the function's parameter that gets the dataclass.
         group: the heading of these options.
         leave_out: the names of fields that are not options of this command.
@@ -307,11 +300,7 @@ def color_option(group: str, help: str = "Colour accepted draft tokens.") -> Dec
 
 
 def names_completed(names: Callable[[], Iterable[str]]) -> Callable[..., list[str]]:
-    """Shell completion for an option that takes a name, or several separated by commas.
-
-    Args:
-        names: returns all names.
-    """
+    """Shell completion for an option that takes a name, or several separated by commas."""
 
     def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
         given, comma, begun = incomplete.rpartition(",")

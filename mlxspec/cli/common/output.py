@@ -162,7 +162,6 @@ def folding_table(heading: str, *others: str, caption: str | None = None) -> Tab
     Args:
         heading: the heading of the names.
         others: the headings of the figures.
-        caption: a text below the table.
     """
     table = Table(
         box=SIMPLE, pad_edge=False, collapse_padding=True, caption=caption, caption_justify="left"
@@ -269,8 +268,6 @@ def figures_table(
     Args:
         heading: the heading of the first column, which has the reports' names.
         reports: the reports by their names. Each has figures by name; None if unknown.
-        names: the names of the figures to show.
-        caption: a text below the table.
     """
     columns = [*names]
     headings = (name.replace("_", " ") for name in columns)
@@ -330,7 +327,6 @@ class Figures:
 
         Args:
             answer: the answer's last response, or its result.
-            generated: the number of the answer's tokens.
         """
         self.answers += 1
         self.prompt_tokens += answer.prompt_tokens
@@ -353,8 +349,6 @@ class Figures:
 
         Args:
             first: rows to show before those of the figures.
-            subtitle: a text in the panel's frame.
-            below: what to show after the rows.
         """
         run, stats = self.prompt_tokens - self.reused_tokens, self.stats
         speed = rate(self.generated_tokens, self.seconds)

@@ -185,7 +185,6 @@ class PromptOptions:
         """Complete a conversation for the chat template.
 
         Args:
-            messages: the conversation.
             ended: whether its last message is complete, so that the answer comes next.
 
         Returns:
@@ -206,7 +205,6 @@ class PromptOptions:
 
         Args:
             prompt: a text, a conversation, or token ids, which are returned unchanged.
-            tokenizer: the model's tokenizer.
             ended: whether the user's message is complete, so that the answer comes next.
 
         Returns:

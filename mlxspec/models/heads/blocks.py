@@ -182,7 +182,6 @@ class DFlash(Head):
         Args:
             sliding: whether these are the layers with a sliding window.
             context: the number of verified positions before the block.
-            slots: the number of the block's slots.
 
         Returns:
             the first verified position that any slot attends to, and a mask over the positions from

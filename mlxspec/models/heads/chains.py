@@ -166,9 +166,6 @@ def _layers_read(config: Config, target_layers: int) -> tuple[int, ...]:
 
     Checkpoints for vLLM and speculators have the id of the layer that a state *enters*. Those for
     SGLang, which have the ids in ``eagle_config``, have the id of the layer that the state leaves.
-
-    Raises:
-        LoadError: the target has no such layer.
     """
     entered = config.get("eagle_aux_hidden_state_layer_ids")
     left = (config.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
@@ -268,7 +265,6 @@ def norms_centred_at_zero(weights: Weights, raw: bool = False) -> list[str]:
     some files have converted it alone (jundot/omlx#1507).
 
     Args:
-        weights: the head's tensors.
         raw: whether they are known to be an original checkpoint's.
     """
     means: dict[str, float] = {

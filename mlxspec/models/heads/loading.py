@@ -124,9 +124,6 @@ def own_head(directory: Path) -> HeadFiles | None:
     Its tensors are in the model's files, with ``mtp.`` in their names, or in ``mtp.safetensors``
     next to these files, or in a folder ``mtp``, ``assistant`` or ``head`` there.
 
-    Args:
-        directory: the model's folder.
-
     Raises:
         LoadError: a file is damaged.
     """
@@ -214,7 +211,6 @@ def head_for(
     """The loaded head to use with a model, or None.
 
     Args:
-        model: the loaded model.
         head: a loaded head, or a head as for :func:`head_directory`; False uses none; None or True
             uses the head that comes with the model, if any.
         directory: the model's directory, which may have its head.
@@ -246,7 +242,6 @@ def load_head(found: HeadFiles, target_config: Config) -> Head:
     On the CPU back end, half-precision weights become float32, like those of models.
 
     Args:
-        found: the head's files.
         target_config: the target's settings, as in its ``config.json``.
 
     Raises:
@@ -268,7 +263,6 @@ def load_lazily(found: HeadFiles, target_config: Config | None = None) -> Head:
     """Load a head without evaluating its weights.
 
     Args:
-        found: the head's files.
         target_config: the target's settings; None assumes a target that fits.
 
     Raises:

@@ -109,7 +109,6 @@ def check_settings(config: Config, used: Collection[str], only: Mapping[str, Any
     """Check that every setting of a head is used, or has no effect.
 
     Args:
-        config: the head's ``config.json``.
         used: the names of the settings that its class reads.
         only: settings that this class supports with one value only.
 
@@ -147,7 +146,6 @@ def layer_windows(settings: Config, count: int, unless_stated: bool = True) -> l
 
     Args:
         settings: from :func:`settings_of`.
-        count: the number of layers.
         unless_stated: whether a ``sliding_window`` applies without ``use_sliding_window``.
 
     Raises:
