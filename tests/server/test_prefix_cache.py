@@ -437,7 +437,7 @@ steps = st.tuples(
 @pytest.mark.nightly(keep=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("caches", CACHES)
-@settings(max_examples=examples(4, long=72))
+@settings(max_examples=examples(2, long=72))
 @given(
     st.lists(steps, min_size=8, max_size=24),
     st.sampled_from([ENOUGH, 300_000]),

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import Queue
 
@@ -21,6 +21,7 @@ import httpx
 import pytest
 
 from mlxspec.cli.serve import _listening
+from tests.support import command_line
 from tests.support.brake import wait_until
 from tests.support.scripted_model import write_scripted_model
 
@@ -135,7 +136,7 @@ def listens(server: Process) -> bool:
 
 def test_ctrl_c_lets_running_requests_end(endless: Path) -> None:
     with serving(endless, "--grace", "600") as server:
-        with stream_of(server, 3000) as lines:
+        with stream_of(server, 600) as lines:
             server.signal(signal.SIGINT)
             server.wait_for_line("600 s for running requests to end")
             wait_until(lambda: not listens(server))
@@ -171,51 +172,49 @@ BODY = json.dumps({"prompt": "one", "max_tokens": 900_000, "stream": True})
 HEAD = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(BODY)}\r\n\r\n"
 
 
-@pytest.mark.parametrize(
-    ("sent", "runs"),
-    [
-        ("", False),
-        (HEAD[:40], False),
-        (HEAD, False),
-        (HEAD + BODY[:20], False),
-        (HEAD + BODY, True),
-    ],
-    ids=["silent", "half a head", "no body", "half a body", "never reads"],
-)
-def test_nobody_holds_up_the_end(endless: Path, tmp_path: Path, sent: str, runs: bool) -> None:
-    kept = tmp_path / "kept"
-    with serving(endless, "--grace", "0.5", "--cache-dir", str(kept)) as server:
-        body = {"prompt": "one two three four\n" * 20, "max_tokens": 4}
-        httpx.post(f"{server.address}/v1/completions", json=body, timeout=SECONDS)
-        with socket.socket() as client:
+HOLDING_UP = {
+    "silent": "",
+    "half a head": HEAD[:40],
+    "no body": HEAD,
+    "half a body": HEAD + BODY[:20],
+    "never reads": HEAD + BODY,
+}
+"""What clients send that could hold up the end. The last one is answered."""
+
+
+def test_nobody_holds_up_the_end_and_prefixes_are_kept(endless: Path, tmp_path: Path) -> None:
+    """systemd and Docker end servers like this. The next server reads the prefixes."""
+    known, count = terminated(endless, tmp_path / "kept", [*HOLDING_UP.values()])
+    assert known == 0
+    known, _ = terminated(endless, tmp_path / "kept", [])
+    assert known == count - 1
+
+
+def terminated(model: Path, kept: Path, clients: list[str]) -> tuple[int, int]:
+    """Terminate a server with these clients.
+
+    Returns:
+        how many tokens of a first prompt the server knew, and how many there are.
+    """
+    body = {"prompt": "one two three four\n" * 20, "max_tokens": 4}
+    with serving(model, "--grace", "0.5", "--cache-dir", str(kept)) as server, ExitStack() as held:
+        answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=SECONDS)
+        usage = answer.json()["usage"]
+        for sent in clients:
+            client = held.enter_context(socket.socket())
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
             client.connect(server.at)
             client.sendall(sent.encode())
-            wait_until(lambda: running(server) == runs)
-            server.signal(signal.SIGTERM)
-            assert server.wait() == 0
-    assert len([*kept.rglob("*.safetensors")]) >= 1
+        wait_until(lambda: running(server) == bool(clients))
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
     assert not any("Traceback" in line for line in server.rest())
+    return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
 
 
 def running(server: Process) -> int:
     """Return the number of running generations."""
     return len(httpx.get(f"{server.address}/status", timeout=SECONDS).json()["requests"])
-
-
-def test_prefixes_are_kept_by_a_server_that_is_terminated(endless: Path, tmp_path: Path) -> None:
-    """systemd and Docker end servers like this."""
-    kept = tmp_path / "kept"
-    body = {"prompt": "one two three four\n" * 20, "max_tokens": 4}
-    cached = []
-    for _ in range(2):
-        with serving(endless, "--cache-dir", str(kept)) as server:
-            answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=SECONDS)
-            usage = answer.json()["usage"]
-            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
-            server.signal(signal.SIGTERM)
-            assert server.wait() == 0
-    assert cached == [0, usage["prompt_tokens"] - 1]
 
 
 SLOWLY = """
@@ -249,6 +248,7 @@ def loading(model: Path, port: int) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_a_model_loads_ends_the_server_at_once(endless: Path, number: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -270,14 +270,8 @@ def test_a_load_that_fails_ends_the_server_with_one_line(endless: Path, tmp_path
     shutil.copytree(endless, broken)
     (weights,) = broken.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1])
-    command = "from mlxspec.__main__ import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", command, "serve", str(broken), "--port", "0", "-q"],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
-    assert (done.returncode, done.stdout) == (1, "")
+    done = command_line.run("serve", broken, "--port", 0, "-q")
+    assert (done.exit_code, done.stdout) == (1, "")
     assert re.fullmatch(
         rf"Error: {re.escape(str(broken))}[^\n]* truncated or damaged.*\n", done.stderr
     )
