@@ -133,7 +133,7 @@ def by_brute_force(decoder: mlxspec.Decoder, prompt: str, constraint: Constraint
 
 @pytest.mark.nightly(keep=1)
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [demo_decoder, small_decoder])
+@pytest.mark.parametrize("model", [small_decoder, demo_decoder])
 def test_plain_constrained_decoding_is_masks_and_argmax(model: Any) -> None:
     decoder = model(mlxspec.Decoder)
     source = random.Random(1)
@@ -147,7 +147,7 @@ def test_plain_constrained_decoding_is_masks_and_argmax(model: Any) -> None:
 
 @pytest.mark.nightly(keep=1)
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [demo_decoder, small_decoder])
+@pytest.mark.parametrize("model", [small_decoder, demo_decoder])
 def test_drafts_change_nothing_and_what_has_stopped_is_valid(model: Any) -> None:
     drafting, plain = decoders(model), model(mlxspec.Decoder)
     source = random.Random(2)
@@ -176,18 +176,18 @@ def test_drafts_change_nothing_and_what_has_stopped_is_valid(model: Any) -> None
 def test_drafts_of_ids_that_the_model_lacks_change_nothing(temp: float) -> None:
     constraint = Constraint.json_schema(PERSON)
     options: dict[str, Any] = {"constraint": constraint, "temp": temp, "seed": 6}
-    expected = plainly(demo_decoder(mlxspec.Decoder), PROMPTS[0], max_tokens=60, **options)
-    truth, size = [response.token for response in expected], demo().loaded.vocab_size
+    expected = plainly(small_decoder(mlxspec.Decoder), PROMPTS[0], max_tokens=60, **options)
+    truth, size = [response.token for response in expected], small().loaded.vocab_size
 
     def hostile(seed: int) -> HostileDrafter:
         return HostileDrafter(truth, size, 2, seed)
 
     for seed in range(examples(3)):
-        alone = demo_decoder(mlxspec.Decoder, drafter=partial(hostile, seed))
+        alone = small_decoder(mlxspec.Decoder, drafter=partial(hostile, seed))
         found = plainly(alone, PROMPTS[0], max_tokens=60, **options)
         assert_same(expected, [response.token for response in found], temp, 6)
         assert found[-1].finish_reason == expected[-1].finish_reason
-        beside = demo_decoder(mlxspec.AutoDecoder, extra_drafter=hostile(seed), memory_tokens=0)
+        beside = small_decoder(mlxspec.AutoDecoder, extra_drafter=hostile(seed), memory_tokens=0)
         beside.costs = given_costs(FLAT)
         found = plainly(beside, PROMPTS[0], max_tokens=60, **options)
         assert_same(expected, [response.token for response in found], temp, 6)
@@ -197,11 +197,11 @@ def test_drafts_of_ids_that_the_model_lacks_change_nothing(temp: float) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [False, True])
 def test_a_prediction_with_a_token_that_the_model_lacks_changes_nothing(together: bool) -> None:
-    auto = decoders(demo_decoder)["auto"][0]
+    auto = decoders(small_decoder)["auto"][0]
     constraint = Constraint.regex("[a-z ]{60,90}")
-    expected = plainly(demo_decoder(mlxspec.Decoder), PROMPTS[2], constraint=constraint)
+    expected = plainly(small_decoder(mlxspec.Decoder), PROMPTS[2], constraint=constraint)
     prediction = [
-        t for one in expected for t in (one.token, demo().loaded.vocab_size + 3, one.token)
+        t for one in expected for t in (one.token, small().loaded.vocab_size + 3, one.token)
     ]
     scheduler = Scheduler(auto)
     outputs: list[list[GenerationResponse]] = [[] for _ in range(1 + together)]
@@ -221,7 +221,7 @@ def test_a_prediction_with_a_token_that_the_model_lacks_changes_nothing(together
 
 @pytest.mark.slow
 def test_joint_steps_change_nothing() -> None:
-    plain, auto = demo_decoder(mlxspec.Decoder), decoders(demo_decoder)["auto"][0]
+    plain, auto = small_decoder(mlxspec.Decoder), decoders(small_decoder)["auto"][0]
     source = random.Random(3)
     for round_ in range(examples(1, long=16)):
         scheduler = Scheduler(auto)
@@ -246,11 +246,11 @@ def test_joint_steps_change_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [Capability.PLAIN, Capability.CHAIN])
 def test_models_that_verify_less_follow_constraints_too(capability: Capability) -> None:
-    decoder = decoders(demo_decoder)["auto"][0]
+    decoder = decoders(small_decoder)["auto"][0]
     decoder.loaded.capability = decoder.loaded.chain_capability = capability
     constraint = Constraint.json_schema(PERSON)
     expected = plainly(
-        demo_decoder(mlxspec.Decoder), PROMPTS[0], constraint=constraint, max_tokens=60
+        small_decoder(mlxspec.Decoder), PROMPTS[0], constraint=constraint, max_tokens=60
     )
     found = plainly(decoder, PROMPTS[0], constraint=constraint, max_tokens=60)
     assert_same(expected, [response.token for response in found])
@@ -286,8 +286,8 @@ def test_penalties_processors_and_log_probabilities_hold_under_constraints() -> 
         "temp": 0.6,
         "seed": 4,
     }
-    expected = plainly(demo_decoder(mlxspec.Decoder), PROMPTS[1], **options)
-    drafting = decoders(demo_decoder)
+    expected = plainly(small_decoder(mlxspec.Decoder), PROMPTS[1], **options)
+    drafting = decoders(small_decoder)
     for decoder, how in (drafting["lookup"], drafting["auto"]):
         found = plainly(decoder, PROMPTS[1], **options, **how)
         assert_same(expected, [response.token for response in found], 0.6, 4)
@@ -320,10 +320,10 @@ def test_a_bias_cannot_forbid_all_that_a_constraint_allows() -> None:
     ],
 )
 def test_regexes_choices_and_grammars(constraint: Constraint, pattern: str) -> None:
-    expected = plainly(demo_decoder(mlxspec.Decoder), PROMPTS[2], constraint=constraint)
+    expected = plainly(small_decoder(mlxspec.Decoder), PROMPTS[2], constraint=constraint)
     assert re.fullmatch(pattern, text_of(expected))
     assert expected[-1].finish_reason == "stop"
-    drafting = decoders(demo_decoder)
+    drafting = decoders(small_decoder)
     for decoder, how in (drafting["lookup"], drafting["auto"]):
         found = plainly(decoder, PROMPTS[2], constraint=constraint, **how)
         assert_same(expected, [response.token for response in found])

@@ -32,7 +32,7 @@ from tests.support.harness import assert_same_output
 from tests.support.llamas import repetitive_llama
 from tests.support.schedulers import submit
 
-TOKENS = 40 if LONG else 24
+TOKENS = 40 if LONG else 16
 TEMPERATURES = (0.0, 0.7, 1.3)
 RIGHT = {"random": None, "trained": 0.8, "lying": 0.0}
 """The chance that a draft token is right if those before are; None keeps the head's own drafts."""
@@ -219,7 +219,7 @@ class Conversation:
         return responses[-1]
 
 
-@settings(max_examples=examples(3))
+@settings(max_examples=examples(2))
 @given(st.lists(st.tuples(turns, st.sampled_from(["", "fork", "file"])), min_size=4, max_size=7))
 def check_conversation(kind: str, path: Path, happened: Sequence[Any]) -> None:
     talk, session = Conversation(kind), mlxspec.Session()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -77,6 +78,7 @@ def new_decoder() -> mlxspec.AutoDecoder:
     return decoder
 
 
+@cache
 def expected(prompt: str) -> list[int]:
     plain = stand_in_decoder(mlxspec.Decoder)
     return [response.token for response in plain.stream(prompt, TOKENS)]
