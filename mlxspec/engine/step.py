@@ -580,8 +580,7 @@ class Batch:
 
     def _step_together(self, sequences: abc.Sequence[Sequence]) -> list[VerifiedStep | Exception]:
         started = time.perf_counter()
-        drafters = {sequence: sequence.drafter.planner for sequence in sequences}
-        planners = {one: own for one, own in drafters.items() if own and not own.failed}
+        planners = {s: own for s in sequences if (own := s.drafter.planner) and not own.failed}
         costs, plans = None, [NO_PLAN] * len(planners)
         if planners and (planned := self._planned(lambda: self._plan(sequences, planners))):
             costs, plans = planned
