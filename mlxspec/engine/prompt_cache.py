@@ -301,7 +301,7 @@ def digest_of_weights(model: nn.Module) -> str:
 
     It covers the configuration, the shapes and data types, and samples of every array.
     """
-    digest = hashlib.sha256(model_identity(model)["digest"].encode())
+    digest = hashlib.sha256(str(model_identity(model)["digest"]).encode())
     samples = []
     for _, weight in sorted(tree_flatten(model.parameters())):
         spread = weight.reshape(-1)[:: max(1, weight.size // _SAMPLES)]
