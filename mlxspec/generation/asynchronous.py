@@ -20,6 +20,7 @@ from .options import GenerationOptions
 from .request import Request
 from .response import GenerationResponse
 from .scheduler import Scheduler
+from .thread_end import hold_at_exit
 
 if TYPE_CHECKING:
     from .decoder import Decoder
@@ -120,6 +121,7 @@ class SchedulerThread:
         self._outbox.setdefault((stream, request), []).append(item)
 
     def _run(self) -> None:
+        hold_at_exit()  # a command may use MLX, so a process that ends waits for this thread
         try:
             while not self.ending:
                 self._obey()

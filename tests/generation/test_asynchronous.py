@@ -20,7 +20,7 @@ import pytest
 import mlxspec
 from mlxspec import AutoDecoder, Decoder, DraftTree, PromptLookupDecoder, Session
 from mlxspec.drafting.drafter import NoDraft
-from mlxspec.generation import asynchronous
+from mlxspec.generation import asynchronous, thread_end
 from mlxspec.generation.request import Request, State
 from mlxspec.generation.scheduler import Scheduler
 from tests.support.demo import FLAT, demo, given_costs, stand_in_decoder
@@ -327,6 +327,17 @@ def test_progress_is_reported_in_the_event_loop(decoder: Decoder) -> None:
 
 
 @pytest.mark.slow
+def test_the_process_waits_for_a_thread_that_ran_commands_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(thread_end, "_other_threads", False)
+    thread = asynchronous.SchedulerThread("test")
+    thread.call(mx.eval).result(10)
+    assert thread_end._other_threads
+    thread.end(RuntimeError("the end"))
+    thread.join()
+
+
 def test_the_thread_keeps_no_decoder() -> None:
     decoder = new_decoder()
     asyncio.run(collected(decoder, REPEAT, 3))
