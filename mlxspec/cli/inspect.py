@@ -75,7 +75,7 @@ def inspect_command(model: str | None, adapter_path: str | None, anew: bool, as_
             own = find_head(head_directory(model))
             examined = load_lazily(own)
             target = {"families": list(own.kind.families), **sizes_needed(own.config)}
-            report = {"most": examined.most, "target": target}
+            report: dict[str, Any] = {"most": examined.most, "target": target}
     if not is_head:
         report = _model_report(examined, anew)
     identity = model_identity(examined)

@@ -85,6 +85,7 @@ def test_a_wrong_output_is_reported_and_gets_no_speedup(
     assert result.exit_code == 1
     lines = result.stderr.splitlines()
     assert lines == [
+        "Note: measuring 9 answers …",
         "Error: liar differs from plain decoding on prompt 1 (say) at token 7: "
         "one output ended before the other",
         "Error: liar differs from plain decoding on prompt 2 (go on) at token 7: "
