@@ -18,6 +18,9 @@ os.environ.pop("LINES", None)
 
 # The tests' servers run on this machine and must not be asked through a proxy.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1"
+# They have no certificates: each client that read the system's would take 50 ms.
+os.environ.pop("SSL_CERT_FILE", None)
+os.environ["SSL_CERT_DIR"] = os.devnull
 
 import shutil
 import signal
@@ -41,11 +44,13 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.examples import LONG, examples
+from tests.support.findings import remove_findings, share_findings
 from tests.support.harness import NEAR_TIES
 from tests.support.logs import logged_by
 from tests.support.shared import SHARED
 
 USER_DIRECTORIES = tuple(os.environ[f"MLXSPEC_{kind}_DIR"] for kind in ("CACHE", "DATA", "CONFIG"))
+share_findings(Path(os.environ["MLXSPEC_CACHE_DIR"]))
 # With this directory in place, commands do not suggest to save answers.
 Path(os.environ["MLXSPEC_DATA_DIR"], "memory").mkdir()
 
@@ -202,6 +207,7 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     for directory in USER_DIRECTORIES:
         shutil.rmtree(directory, ignore_errors=True)
+    remove_findings()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -31,6 +31,7 @@ from mlxspec.terminal import TokenPrinter
 from tests.cli.test_serve import serving
 from tests.support.at_terminal import at_terminal
 from tests.support.demo import FLAT, demo, given_costs, keep_costs, stand_in_decoder
+from tests.support.findings import share_findings
 from tests.support.tokenizers import FIRST
 
 ROOT = Path(mlxspec.__file__).parents[1]
@@ -44,6 +45,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This test's directory for answers; the hint about it has not been shown yet."""
     monkeypatch.setenv("MLXSPEC_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path / "cache"))
+    share_findings(tmp_path / "cache")
     monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: given_costs(FLAT))
     return tmp_path / "data" / "memory"
 

@@ -89,7 +89,7 @@ def free_ports(count: int) -> int:
 
 
 @contextmanager
-def launched(*command: str, folder: Path, n: int = 2) -> Iterator[subprocess.Popen[str]]:
+def launched(*command: str, n: int = 2) -> Iterator[subprocess.Popen[str]]:
     """Run a Python script as several ranks under ``mlx.launch``, with the ring back end."""
     ranks = ["-n", str(n), "--backend", "ring", "--starting-port", str(free_ports(n))]
     # At the end of its standard input, mlx.launch would read in a busy loop: keep it open.
@@ -99,7 +99,6 @@ def launched(*command: str, folder: Path, n: int = 2) -> Iterator[subprocess.Pop
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
-            "MLXSPEC_CACHE_DIR": str(folder),
             # The scripts of mlx.launch break if its path has a space.
             "TMPDIR": "/tmp",
             # Otherwise each rank would compile the same functions with a C++ compiler.

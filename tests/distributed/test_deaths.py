@@ -10,22 +10,19 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.conftest import SECONDS, launched
-from tests.support.examples import LONG
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("rank", "death"),
-    [(1, signal.SIGKILL), *([(0, signal.SIGTERM)] if LONG else [])],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("rank", "death"), [(1, signal.SIGKILL), (0, signal.SIGTERM)])
 def test_a_rank_that_is_gone_ends_the_other(
     rank: int, death: signal.Signals, small_model: Path, tmp_path: Path
 ) -> None:
     endless = ("--decoder", "plain", "--max-tokens", "1000000")
     command = ("generate", "--model", str(small_model), "--prompt", "a", *endless)
     script = ("-m", "tests.support.command", str(tmp_path))
-    with launched(*script, *command, folder=tmp_path) as launcher:
+    with launched(*script, *command) as launcher:
         assert launcher.stdout
         assert launcher.stdout.read(1)
         os.kill(int((tmp_path / f"rank {rank}").read_text()), death)

@@ -40,12 +40,10 @@ def decoder(small_model: Path) -> Decoder:
 
 
 @pytest.fixture(scope="module")
-def report(
-    small_model: Path, hybrids: dict[str, list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def report(small_model: Path, hybrids: dict[str, list[int]]) -> dict[str, Any]:
     """The output of :mod:`tests.support.rank` at rank 0."""
     command = ("-m", "tests.support.rank", str(small_model), json.dumps(hybrids))
-    with launched(*command, folder=tmp_path_factory.mktemp("costs")) as launcher:
+    with launched(*command) as launcher:
         output, errors = launcher.communicate(timeout=SECONDS)
     assert errors == ""
     return json.loads(output)
@@ -91,12 +89,12 @@ def test_heads_that_do_not_divide_are_refused(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.nightly
-def test_only_rank_0_prints(small_model: Path, decoder: Decoder, tmp_path: Path) -> None:
+def test_only_rank_0_prints(small_model: Path, decoder: Decoder) -> None:
     prompt = ",".join(map(str, PROMPT))
     # Plain steps need no measured costs, which would cause a note on a busy machine.
     options = ("--prompt-ids", prompt, "--max-tokens", "8", "--json", "--decoder", "plain")
     command = ("decoder.py", "--model", str(small_model), *options)
-    with launched(*command, folder=tmp_path) as launcher:
+    with launched(*command) as launcher:
         output, errors = launcher.communicate(timeout=SECONDS)
     assert errors == ""
     plain = drafted(decoder, PROMPT, SETTINGS["plain"].drafter(), max_tokens=8)

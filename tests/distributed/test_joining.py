@@ -159,7 +159,7 @@ def test_a_rank_with_another_revision_of_the_weights_is_refused(
     changed = {name: tensor * 1.01 for name, tensor in mx.load(str(weights)).items()}
     mx.save_safetensors(str(weights), changed, {"format": "mlx"})
     command = (str(script), "generate", "--model", "./model", "--prompt", "a")
-    with launched(*command, folder=tmp_path) as launcher:
+    with launched(*command) as launcher:
         output, errors = launcher.communicate(timeout=SECONDS)
     assert output == ""
     assert "Error: ./model: rank 1 has other weights or another config.json than rank 0" in errors

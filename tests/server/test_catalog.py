@@ -28,6 +28,7 @@ from mlxspec.server.memory_budget import ServerMemory
 from mlxspec.server.served_model import ServedModel
 from mlxspec.server.worker import Worker
 from tests.support.demo import FLAT, given_costs, stand_in
+from tests.support.findings import share_findings
 from tests.support.llamas import repetitive_llama
 from tests.support.serving import served
 
@@ -35,6 +36,7 @@ from tests.support.serving import served
 @pytest.fixture(autouse=True)
 def own_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path))
+    share_findings(tmp_path)
 
 
 @pytest.fixture
