@@ -289,10 +289,10 @@ def shell(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
 @pytest.mark.slow
 @pytest.mark.parametrize("block", [b for b in SHELL if b.page in TRIED and not b.needs], ids=str)
 def test_commands_run(block: Block, shell: Callable[[str], None]) -> None:
-    """README's run in new processes; other pages' in this one, unless they need a shell."""
+    """They run in this process, unless they need a shell."""
     for line in lines_of(block.code):
         words = words_of(line)
-        if block.page != "README.md" and words[:1] == ["mlxspec"] and not OPERATORS & {*words}:
+        if words[:1] == ["mlxspec"] and not OPERATORS & {*words}:
             result = command_line.run(*with_demo(words[1:]))
             assert result.exit_code == 0, f"{line}\n{result.output}\n{ADVICE}"
         elif [*commands_in(line)]:

@@ -301,14 +301,24 @@ def test_what_is_typed_during_an_answer_waits_at_the_prompt(endless: Path, tmp_p
     assert asked == ["early", "late"]
 
 
-def test_an_answer_that_is_cut_says_by_what_and_how_to_get_another(
-    endless: Path,
+def test_commands_are_completed_and_a_cut_answer_says_how_to_get_another(
+    endless: Path, tmp_path: Path
 ) -> None:
     with Terminal(columns=100) as window:
-        process = start(endless, window.terminal, max_tokens=3)
+        process = start(endless, window.terminal, "--no-history", max_tokens=3)
+        window.read(until=PROMPT)
+        window.type("/und")
+        window.read(until="remove the last message")
+        window.type("\t\r")
+        window.read(until="nothing has been said yet")
         window.read(until=PROMPT)
         window.type("go on\r")
         window.read(until="cut by --max-tokens")
+        window.read(until=PROMPT)
+        window.type("/sav")
+        window.read(until="write the conversation")
+        window.type(f"\t {tmp_path / 'chat.json'}\r")
+        window.read(until="Saved 1 turn")
         window.read(until=PROMPT)
         window.type("/retry\r")
         window.read(until="gets the same answer")
@@ -333,28 +343,7 @@ def test_an_answer_that_is_cut_says_by_what_and_how_to_get_another(
         assert process.wait() == 0
 
 
-def test_commands_are_completed_while_they_are_typed(endless: Path, tmp_path: Path) -> None:
-    with Terminal(columns=80) as window:
-        process = start(endless, window.terminal, "--no-history", max_tokens=3)
-        window.read(until=PROMPT)
-        window.type("/und")
-        window.read(until="remove the last message")
-        window.type("\t\r")
-        window.read(until="nothing has been said yet")
-        window.read(until=PROMPT)
-        window.type("hello\r")
-        window.read(until="reused")
-        window.read(until=PROMPT)
-        window.type("/sav")
-        window.read(until="write the conversation")
-        window.type(f"\t {tmp_path / 'chat.json'}\r")
-        window.read(until="Saved 1 turn")
-        window.read(until=PROMPT)
-        window.type("\x04")
-        assert process.wait() == 0
-
-
-@pytest.mark.nightly(keep=1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("end", ["\x04", "/quit\r", "/bye\r"])
 def test_leaving_gives_the_terminal_back_as_it_was(endless: Path, end: str) -> None:
     with Terminal(columns=30) as window:
@@ -426,8 +415,10 @@ def test_the_greeting_names_any_model_and_nothing_of_it_takes_effect(
     model = tmp_path / "m\x1b]2;x\a"
     shutil.copytree(endless, model)
     with Terminal(columns=1000) as window:
+        before = termios.tcgetattr(window.terminal)
         process = start(model, window.terminal, NO_COLOR="1")
         shown = window.read(until=PROMPT)
         window.type("\x04")
         assert process.wait() == 0
+        assert termios.tcgetattr(window.terminal) == before
     assert f"Chatting with {tmp_path}/m␛]2;x␇. /help" in shown

@@ -22,7 +22,7 @@ from mlxspec.errors import OptionError, PromptError
 from mlxspec.generation.chat_prompt import conversation_prompt
 from mlxspec.generation.session import Session
 from tests.support.architectures import ARCHITECTURES, KINDS_OF_CACHES
-from tests.support.demo import demo
+from tests.support.demo import demo, demo_decoder, stand_in_decoder
 
 pytestmark = pytest.mark.slow
 
@@ -74,13 +74,13 @@ class Model:
 
 @pytest.fixture(scope="module")
 def decoder() -> PromptLookupDecoder:
-    return PromptLookupDecoder("demo")
+    return stand_in_decoder(PromptLookupDecoder)
 
 
 def conversation_with(
     decoder: PromptLookupDecoder,
     context_length: int | None = 1024,
-    max_tokens: int = 40,
+    max_tokens: int = 20,
     system_prompt: str | None = None,
 ) -> Chat:
     return chat_with(Model(decoder, context_length), max_tokens, system_prompt)
@@ -106,7 +106,7 @@ def again(chat: Chat, temperature: str = "") -> str:
 
 
 def answered_by_mlx_lm(
-    decoder: PromptLookupDecoder, messages: list[dict[str, str]], max_tokens: int = 40
+    decoder: PromptLookupDecoder, messages: list[dict[str, str]], max_tokens: int = 20
 ) -> str:
     prompt = decoder.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     answer = mlx_lm.generate(decoder.model, decoder.tokenizer, prompt, max_tokens=max_tokens)
@@ -148,10 +148,8 @@ def test_a_full_context_loses_its_oldest_turns(
     assert dropped == 10 - len(conversation.messages) > 0
 
 
-def test_a_message_longer_than_the_context_is_refused_and_forgotten(
-    decoder: PromptLookupDecoder,
-) -> None:
-    conversation = conversation_with(decoder)
+def test_a_message_longer_than_the_context_is_refused_and_forgotten() -> None:
+    conversation = conversation_with(demo_decoder(PromptLookupDecoder))
     first = ask(conversation, QUESTIONS[0])
     with pytest.raises(PromptError, match="the model's context is 1024"):
         ask(conversation, "word " * 2000)

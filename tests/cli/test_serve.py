@@ -104,6 +104,8 @@ def test_a_server_answers_logs_and_ends_with_ctrl_c(endless: Path, tmp_path: Pat
         other = ["--server", server.address, "--model", "other"]
         error = CliRunner().invoke(chat_command, other, input="a\n").stderr
         assert error == f"Error: --model is other: choose one of the server's: {endless.name}\n"
+        second = refused("--model", endless, *PLAIN, "--port", 0, "--cache-dir", kept)
+        assert "another server uses it" in second.stderr
         output, errors = server.end()
         assert server.process.returncode == 0
         assert errors == ""
@@ -119,32 +121,6 @@ def test_a_server_answers_logs_and_ends_with_ctrl_c(endless: Path, tmp_path: Pat
     files = [path for path in kept.rglob("*") if path.is_file()]
     assert files
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
-    with serving("--model", endless, *PLAIN, "--cache-dir", kept) as server:
-        second = refused("--model", endless, *PLAIN, "--port", 0, "--cache-dir", kept)
-        assert "another server uses it" in second.stderr
-        usage = server.ask("/v1/completions", prompt=prompt, max_tokens=4)["usage"]
-        assert usage["prompt_tokens_details"]["cached_tokens"] == len(prompt) - 1
-
-
-def test_running_requests_end_first_and_a_second_ctrl_c_ends_them(endless: Path) -> None:
-    with serving("--model", endless, *PLAIN, "--queue", 1) as server:
-        address = server.address.removeprefix("http://").split(":")
-        with socket.create_connection((address[0], int(address[1]))) as client:
-            body = json.dumps({"prompt": "a", "max_tokens": 30000, "stream": True})
-            client.sendall(
-                f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
-                f"\r\n\r\n{body}".encode()
-            )
-            assert client.recv(100).startswith(b"HTTP/1.1 200")
-            server.process.send_signal(signal.SIGINT)
-            assert server.process.stderr
-            while "  loaded  " in (line := server.process.stderr.readline()):
-                pass  # the log may be late
-            assert line.startswith("Note: 10 s for running requests to end")
-            assert server.process.poll() is None
-            server.process.send_signal(signal.SIGINT)
-            server.process.wait(timeout=20)
-            assert server.process.returncode == 0
 
 
 def test_what_cannot_be_served_is_a_one_line_error(endless: Path, tmp_path: Path) -> None:
@@ -255,6 +231,10 @@ def test_a_model_is_served_with_its_head(headed: Path) -> None:
         assert re.search(r"head +DSpark", server.panel)
         answer = server.ask("/v1/completions", prompt="x y", max_tokens=9)
         assert answer["choices"][0]["text"] == LINE
+
+
+@pytest.mark.nightly
+def test_a_head_is_left_out_if_asked(headed: Path) -> None:
     with serving("--model", headed, "--no-head") as server:
         assert "DSpark" not in server.panel
 
