@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import stat
 import subprocess
@@ -396,28 +395,17 @@ def test_the_output_may_go_to_a_file_while_a_user_types(endless: Path, tmp_path:
     assert (tmp_path / "out").read_text() == LINE
 
 
-def test_markdown_is_rendered_where_it_is_wanted(tmp_path: Path) -> None:
+def test_the_greeting_names_any_model_and_answers_are_rendered_if_wanted(tmp_path: Path) -> None:
+    """Nothing of the model's name takes effect, and the terminal is given back as it was."""
     pieces = ("a", " **big**", " one")
-    model = write_scripted_model(tmp_path / "model", pieces, ends=True)
-    with Terminal(columns=40) as window:
+    model = write_scripted_model(tmp_path / "m\x1b]2;x\a", pieces, ends=True)
+    with Terminal(columns=1000) as window:
+        before = termios.tcgetattr(window.terminal)
         process = start(model, window.terminal, "--markdown", NO_COLOR="1")
-        window.read(until=PROMPT)
+        shown = window.read(until=PROMPT)
         window.type("a\r")
         assert "a big one" in window.shown(until="reused")
         window.read(until=PROMPT)
-        window.type("/exit\r")
-        assert process.wait() == 0
-
-
-def test_the_greeting_names_any_model_and_nothing_of_it_takes_effect(
-    endless: Path, tmp_path: Path
-) -> None:
-    model = tmp_path / "m\x1b]2;x\a"
-    shutil.copytree(endless, model)
-    with Terminal(columns=1000) as window:
-        before = termios.tcgetattr(window.terminal)
-        process = start(model, window.terminal, NO_COLOR="1")
-        shown = window.read(until=PROMPT)
         window.type("\x04")
         assert process.wait() == 0
         assert termios.tcgetattr(window.terminal) == before

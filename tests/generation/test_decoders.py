@@ -1,4 +1,4 @@
-"""The decoders' public interface, on the bundled demo model."""
+"""The decoders' public interface, on the bundled demo model where its text matters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import mlxspec
 from mlxspec import PromptLookupDecoder
 from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.errors import OptionError, PromptError
-from tests.support.demo import demo_decoder
+from tests.support.demo import demo_decoder, stand_in_decoder
 from tests.support.drafters import drafted
 
 pytestmark = pytest.mark.slow
@@ -25,6 +25,11 @@ PROMPT = '[INST] Repeat the following phrase 4 times: "The red fox sees the rive
 @pytest.fixture(scope="module")
 def decoder() -> PromptLookupDecoder:
     return demo_decoder(PromptLookupDecoder)
+
+
+@pytest.fixture(scope="module")
+def small() -> PromptLookupDecoder:
+    return stand_in_decoder(PromptLookupDecoder)
 
 
 @pytest.mark.compiled
@@ -53,7 +58,7 @@ def test_responses_equal_mlx_lm_token_by_token(decoder: PromptLookupDecoder) -> 
 
 
 def test_figures_add_up(decoder: PromptLookupDecoder) -> None:
-    responses = list(decoder.stream(PROMPT, max_tokens=60))
+    responses = list(decoder.stream(PROMPT, max_tokens=32))
     stats = responses[-1].stats
     assert stats.emitted == len(responses)
     assert stats.accepted == sum(response.from_draft for response in responses)
@@ -68,8 +73,8 @@ def test_figures_add_up(decoder: PromptLookupDecoder) -> None:
 def test_prompt_lookup_writes_the_text_and_returns_the_result(
     decoder: PromptLookupDecoder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    responses = list(decoder.stream(PROMPT, max_tokens=60))
-    result = decoder.prompt_lookup(prompt=PROMPT, max_tokens=60, temp=0.0, seed=0, color=True)
+    responses = list(decoder.stream(PROMPT, max_tokens=32))
+    result = decoder.prompt_lookup(prompt=PROMPT, max_tokens=32, temp=0.0, seed=0, color=True)
     assert result.tokens == [response.token for response in responses]
     assert result.from_draft == [response.from_draft for response in responses]
     assert result.text == "".join(response.text for response in responses)
@@ -78,12 +83,12 @@ def test_prompt_lookup_writes_the_text_and_returns_the_result(
     assert capsys.readouterr().out.strip("\n") == result.text.strip("\n")
 
 
-def test_token_ids_are_taken_as_they_are(decoder: PromptLookupDecoder) -> None:
-    ids = decoder.tokenizer.encode(PROMPT)
-    expected = [r.token for r in decoder.stream(PROMPT, max_tokens=12)]
+def test_token_ids_are_taken_as_they_are(small: PromptLookupDecoder) -> None:
+    ids = small.tokenizer.encode(PROMPT)
+    expected = [r.token for r in small.stream(PROMPT, max_tokens=12)]
     for prompt in (ids, tuple(ids), mx.array(ids)):
-        assert [r.token for r in decoder.stream(prompt, max_tokens=12)] == expected
-    bos_alone = list(decoder.stream([decoder.tokenizer.bos_token_id], max_tokens=5))
+        assert [r.token for r in small.stream(prompt, max_tokens=12)] == expected
+    bos_alone = list(small.stream([small.tokenizer.bos_token_id], max_tokens=5))
     assert len(bos_alone) == 5
     assert bos_alone[0].prompt_tokens == 1
 
@@ -91,39 +96,39 @@ def test_token_ids_are_taken_as_they_are(decoder: PromptLookupDecoder) -> None:
 def test_a_stop_string_inside_an_accepted_draft_ends_the_text_before_it(
     decoder: PromptLookupDecoder,
 ) -> None:
-    whole = "".join(r.text for r in decoder.stream(PROMPT, max_tokens=60))
+    whole = "".join(r.text for r in decoder.stream(PROMPT, max_tokens=32))
     stop = "x sees the r"  # begins and ends inside tokens
     assert whole.count(stop) > 1
     second = whole.index(stop, whole.index(stop) + 1)
     for n_draft in (0, 10):
         responses = list(
-            decoder.stream(PROMPT, max_tokens=60, n_draft=n_draft, stop=["never", stop])
+            decoder.stream(PROMPT, max_tokens=32, n_draft=n_draft, stop=["never", stop])
         )
         assert "".join(r.text for r in responses) == whole[: whole.index(stop)]
         assert responses[-1].finish_reason == "stop"
-    ends_late = list(decoder.stream(PROMPT, max_tokens=60, stop=whole[second - 12 : second + 4]))
+    ends_late = list(decoder.stream(PROMPT, max_tokens=32, stop=whole[second - 12 : second + 4]))
     assert any(response.from_draft for response in ends_late)
     assert "".join(r.text for r in ends_late) == whole[: second - 12]
 
 
 def test_a_closed_or_broken_stream_leaves_the_decoder_usable(
-    decoder: PromptLookupDecoder,
+    small: PromptLookupDecoder,
 ) -> None:
-    expected = [r.token for r in decoder.stream(PROMPT, max_tokens=30)]
-    stream = decoder.stream(PROMPT, max_tokens=30)
+    expected = [r.token for r in small.stream(PROMPT, max_tokens=30)]
+    stream = small.stream(PROMPT, max_tokens=30)
     assert [r.token for r in itertools.islice(stream, 7)] == expected[:7]
     stream.close()
-    thrown_into = decoder.stream(PROMPT, max_tokens=30)
+    thrown_into = small.stream(PROMPT, max_tokens=30)
     next(thrown_into)
     with pytest.raises(KeyboardInterrupt):
         thrown_into.throw(KeyboardInterrupt)
-    assert [r.token for r in decoder.stream(PROMPT, max_tokens=30)] == expected
+    assert [r.token for r in small.stream(PROMPT, max_tokens=30)] == expected
 
 
-def test_two_generations_at_once_do_not_disturb_each_other(decoder: PromptLookupDecoder) -> None:
+def test_two_generations_at_once_do_not_disturb_each_other(small: PromptLookupDecoder) -> None:
     other = PROMPT.replace("red fox", "old bear")
-    alone = [[r.token for r in decoder.stream(p, max_tokens=20)] for p in (PROMPT, other)]
-    streams = [decoder.stream(p, max_tokens=20) for p in (PROMPT, other)]
+    alone = [[r.token for r in small.stream(p, max_tokens=20)] for p in (PROMPT, other)]
+    streams = [small.stream(p, max_tokens=20) for p in (PROMPT, other)]
     together = list(itertools.zip_longest(*streams))
     assert [[r.token for r in column if r] for column in zip(*together, strict=True)] == alone
 
@@ -161,7 +166,7 @@ def test_a_loaded_model_needs_its_tokenizer(decoder: PromptLookupDecoder) -> Non
     assert len(list(again.stream(PROMPT, max_tokens=3))) == 3
 
 
-def test_a_drafter_of_ones_own_can_be_passed(decoder: PromptLookupDecoder) -> None:
+def test_a_drafter_of_ones_own_can_be_passed(small: PromptLookupDecoder) -> None:
     class Guess(mlxspec.Drafter):
         pipelined = False
         branching = True
@@ -178,8 +183,8 @@ def test_a_drafter_of_ones_own_can_be_passed(decoder: PromptLookupDecoder) -> No
         def end(self) -> None:
             pass
 
-    expected = [r.token for r in decoder.stream(PROMPT, max_tokens=20)]
-    assert [r.token for r in drafted(decoder, PROMPT, Guess(), max_tokens=20)] == expected
+    expected = [r.token for r in small.stream(PROMPT, max_tokens=20)]
+    assert [r.token for r in drafted(small, PROMPT, Guess(), max_tokens=20)] == expected
 
 
 def test_the_public_names_are_there_and_importing_them_is_cheap() -> None:
