@@ -62,7 +62,7 @@ def test_a_damaged_log(log: Path, tokenizer: Any, content: bytes) -> None:
     read_or_refused(log, tokenizer, content)
 
 
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(6))
 @given(data=st.data())
 def test_other_values_in_a_log(log: Path, tokenizer: Any, data: st.DataObject) -> None:
     record = json.loads(json.dumps(RECORD))

@@ -37,7 +37,7 @@ def cached(file: Path, *arguments: object) -> None:
 
 
 def generated(file: Path, *arguments: object) -> dict:
-    options = ("--prompt-cache-file", file, "--max-tokens", 30, "--decoder", "prompt-lookup")
+    options = ("--prompt-cache-file", file, "--max-tokens", 12, "--decoder", "prompt-lookup")
     options = ("--model", DEMO_DIRECTORY, *options)
     result = run(generate_command, *options, "--prompt", END, "--json", *arguments)
     assert result.exit_code == 0, result.stderr
@@ -61,7 +61,7 @@ def test_files_go_both_ways_between_the_commands(
     cached(ours)
     options = ("--model", DEMO_DIRECTORY, "--prompt", BEGINNING, "--prompt-cache-file", theirs)
     of_mlx_lm(mlx_lm_cache_prompt, monkeypatch, capsys, *options)
-    options = ("--prompt", END, "--max-tokens", 30, "--verbose", "False")
+    options = ("--prompt", END, "--max-tokens", 12, "--verbose", "False")
     texts = [
         of_mlx_lm(
             mlx_lm_generate, monkeypatch, capsys, *options, "--prompt-cache-file", file
@@ -83,7 +83,7 @@ def test_raw_text_and_token_ids_go_on_without_a_second_bos(tmp_path: Path) -> No
     result = run(cache_prompt_command, *options, "--prompt", "The red fox sees the river.")
     assert result.exit_code == 0
     after = generated(file, "--raw", "--prompt", "The red fox sees", "--model", "demo")
-    options = ("--model", "demo", "--raw", "--prompt", whole, "--json", "--max-tokens", 30)
+    options = ("--model", "demo", "--raw", "--prompt", whole, "--json", "--max-tokens", 12)
     fresh = json.loads(run(generate_command, *options, "--decoder", "prompt-lookup").stdout)
     assert after["prompt_tokens"] == fresh["prompt_tokens"]
     assert after["text"] == fresh["text"]

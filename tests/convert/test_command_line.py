@@ -23,14 +23,10 @@ from tests.support import head_files, original
 SCRIPT = Path(__file__).resolve().parents[2] / "convert.py"
 
 
-def run(*arguments: object, **options) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, **options)
-
-
 @pytest.mark.slow
 def test_the_last_line_says_what_was_written_and_what_comes_next(tmp_path: Path, checkpoint: Path):
-    done = run("--torch-path", checkpoint, "-q", cwd=tmp_path)
+    command = [sys.executable, SCRIPT, "--torch-path", checkpoint, "-q"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Wrote mlx_model: 0.1 MB, ")
     assert "bits per weight" in done.stdout
@@ -121,12 +117,17 @@ def test_a_disk_without_room_is_an_error_before_anything_is_written(
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path, checkpoint: Path):
-    def limit_file_size() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-
-    done = run("--torch-path", checkpoint, cwd=tmp_path, preexec_fn=limit_file_size)
-    assert done.returncode == 1
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        done = CliRunner().invoke(convert_command, ["--torch-path", str(checkpoint)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.exit_code == 1
     assert re.search(r"mlx_model: cannot be written \(.*\); it needs [\d.]+ kB\n", done.stderr)
     assert done.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.examples import LONG
 from tests.support.openblas import needs_openblas
 
 pytestmark = pytest.mark.slow
 
-CHOSEN = "demo_model and 0.7 or published_text or random-0.7 or babyllama-0.7 or equals_mlx_lm"
+CHOSEN = "random-0.7 or equals_mlx_lm"
+if LONG:
+    CHOSEN += " or demo_model and 0.7 or published_text or babyllama-0.7"
 
 
 @needs_openblas
