@@ -39,12 +39,14 @@ def test_stories260k_writes_its_published_text(shared: Path) -> None:
     published = page.split("-t 0.0\n")[1].split("\n```")[0]
     tokenizer = shared / "models/stories260K/tok512.bin"
     for drafter in (None, PromptLookupDrafter()):
-        options = {"max_tokens": 256, "stop_tokens": {BOS}}
+        options = {"max_tokens": 256 if LONG else 100, "stop_tokens": {BOS}}
         if drafter is None:
             tokens = plain(model, [BOS], **options)
         else:
             tokens = run(model, [BOS], drafter, **options).tokens
-        assert decode_llama2c(tokenizer, tokens) == published
+        text = decode_llama2c(tokenizer, tokens)
+        assert len(text) > 150
+        assert text == (published if LONG else published[: len(text)])
 
 
 @pytest.mark.nightly(keep=1)
@@ -94,16 +96,16 @@ def test_the_demo_model_writes_the_same_with_every_drafter(temp: float) -> None:
 @pytest.mark.compiled
 def test_greedy_output_equals_mlx_lm(model: nn.Module) -> None:
     prompt = [BOS, 403, 407]
-    expected = [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=120)]
-    assert plain(model, prompt, max_tokens=120) == expected
-    actual = run(model, prompt, PromptLookupDrafter(), max_tokens=120).tokens
+    expected = [token for token, _ in generate_step(mx.array(prompt), model, max_tokens=60)]
+    assert plain(model, prompt, max_tokens=60) == expected
+    actual = run(model, prompt, PromptLookupDrafter(), max_tokens=60).tokens
     assert_same_output(model, prompt, expected, actual)
 
 
 def test_a_model_without_trees_verifies_the_first_chain(model: nn.Module) -> None:
-    expected = plain(model, [BOS], max_tokens=100)
+    expected = plain(model, [BOS], max_tokens=50)
     hostile = HostileDrafter(expected, model.args.vocab_size, BOS, seed=2)
-    outcome = run(model, [BOS], hostile, max_tokens=100, capability=Capability.CHAIN)
+    outcome = run(model, [BOS], hostile, max_tokens=50, capability=Capability.CHAIN)
     assert outcome.accepted > 0
     assert_same_output(model, [BOS], expected, outcome.tokens)
 
