@@ -85,7 +85,8 @@ def test_async_stream(run: Run) -> None:
 
 
 def test_chat(run: Run) -> None:
-    output, variables = run("chat", typed="Say hello.\nOnce more.\n")
+    line = 'Repeat the following phrase 2 times: "A day.".\n'
+    output, variables = run("chat", typed=2 * line)
     kept = [tuple(map(int, pair)) for pair in re.findall(r"\[(\d+) of (\d+) prompt", output)]
     assert kept[0][0] == 0
     assert kept[0][1] <= kept[1][0] < kept[1][1]  # at least the first prompt
