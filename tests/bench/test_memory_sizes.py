@@ -101,8 +101,12 @@ def test_sizes_above_all_outputs_make_no_difference() -> None:
     outputs = [[pick.randrange(40) for _ in range(60)] for _ in range(6)]
     completions = [Completion("a", [41, 42], 2, pick.choice(outputs)) for _ in range(30)]
     curves = {"M4 Pro": known_chip("M4 Pro").curve}
+    policies = {AUTO: POLICIES[AUTO], **policies_with_memory("1M")}
+    named = compare(completions, b"", policies, curves)["M4 Pro"]
     sized = compare(completions, b"", policies_with_memory("1M,all,300"), curves)["M4 Pro"]
-    assert sized["memory 1M"] == sized["memory all"] != sized["memory 300"]
+    assert named["auto"] not in sized.values()
+    assert sized["memory 1M"] == sized["memory all"] == named["memory 1M"]
+    assert sized["memory 300"] not in named.values()
     # Merging, in another thread, changes no result.
     again = compare(completions, b"", policies_with_memory("1M,all,300"), curves)["M4 Pro"]
     assert sized == again
