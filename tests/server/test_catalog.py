@@ -18,6 +18,7 @@ import mlx.nn as nn
 import pytest
 
 import mlxspec
+from mlxspec.engine.grammar import Vocabulary
 from mlxspec.errors import LoadError
 from mlxspec.models.model import OnRead
 from mlxspec.server import served_model
@@ -41,8 +42,11 @@ def own_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def known_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fix the memory of forwards, since measuring it would count other tests' threads."""
+    """Fix what other tests change: the memory of forwards, in which their threads would count, and
+    the constraints that they have compiled for the same tokenizer.
+    """
     monkeypatch.setattr(served_model, "forward_memory", lambda *_: (10_000, 1.0))
+    monkeypatch.setattr(Vocabulary, "kept_on", lambda tokenizer: None)
 
 
 HELLO = [{"role": "user", "content": "Hello there"}]
