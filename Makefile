@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # pytest rewrites each file of tests, seconds of work that it saves as bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-# On a terminal the demo is in colour; so it is in a log, where one wants to see it too.
+# The demo is in colour, even if its output goes to a log.
 TOY_PROMPT := Repeat the following phrase 10 times: "The quick brown fox jumps over the lazy dog.". Don't say anything else.
 
 .PHONY: demo demo-model demo-toy test check lint types strict-types format bench packages docs clean
@@ -24,7 +24,7 @@ demo-model:
 demo-toy:
 	$(BIN)/python decoder.py --model demo --compare --color --prompt '$(subst ','\'',$(TOY_PROMPT))'
 
-# All that CI checks, in two processes: style, types and every test.
+# All that CI checks, in two processes: style, types, and all tests but those marked nightly.
 test: lint
 	$(PYTEST) $(PYTEST_ARGS)
 

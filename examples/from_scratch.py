@@ -27,7 +27,7 @@ def look_up(text: list[int]) -> list[int]:
 
 
 def prompt_lookup(model: nn.Module, prompt: list[int]) -> Iterator[tuple[int, bool]]:
-    """Yield the model's greedy tokens without end, each with whether a draft had it."""
+    """Yield the model's greedy tokens, endlessly, and for each whether it was drafted."""
     text = [*prompt]
     cache = make_prompt_cache(model)  # before every step, holds the text without its last token
     model(mx.array([text[:-1]]), cache=cache)

@@ -51,7 +51,7 @@ def read_kept(what: str, path: Path, read: Callable[[Any], _Kept]) -> _Kept | No
     try:
         file = json.loads(path.read_bytes())
         if file["digest"] != _digest(file["content"]):
-            raise ValueError("the digest is another")
+            raise ValueError("the digest does not match")
         return read(file["content"])
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -67,7 +67,7 @@ POLICIES: dict[str, ReplayPolicy] = {
     AUTO: planned(),
     "prompt-lookup": from_text(PromptLookupDrafter),
 }
-"""The policies, by the names that ``--decoder`` accepts. To add a drafter, add an entry."""
+"""The policies, by the names that ``--decoder`` accepts."""
 
 
 def policies_with(drafter: type[Drafter]) -> dict[str, ReplayPolicy]:

@@ -1,4 +1,4 @@
-"""``mlxspec config``: sets the default model, aliases, defaults of options, and MLX's variables."""
+"""``mlxspec config``: sets the default model, aliases, and defaults of options."""
 
 from __future__ import annotations
 

@@ -21,7 +21,14 @@ from .common.options import (
     option_field,
     options_of,
 )
-from .common.output import ProgressBar, ReportOptions, figures_table, folding_table, ratio
+from .common.output import (
+    ProgressBar,
+    ReportOptions,
+    counted,
+    figures_table,
+    folding_table,
+    ratio,
+)
 
 if TYPE_CHECKING:
     from ..bench.policies import ReplayPolicy
@@ -129,7 +136,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     completions = read_completions(traces, tokenizer, asked.limit)
     curves = {name: chip.curve for name, chip in chips.items()}
     classes, n = VocabularyClasses(tokenizer), asked.concurrency
-    noted = f"replaying {len(completions):,} outputs"
+    noted = f"replaying {counted(len(completions), 'output')}"
     with ProgressBar("Replaying", noted=noted) as on_progress:
         comparison = compare(completions, classes, policies, curves, n, on_progress)
     entries = [

@@ -108,9 +108,9 @@ def checked_drafter(drafter: object) -> Drafter:
         MlxspecError: it is not an instance of a class derived from :class:`Drafter`.
     """
     if not isinstance(drafter, Drafter):
-        name = repr(drafter) if isinstance(drafter, type) else f"a {type(drafter).__name__}"
+        name = repr(drafter) if isinstance(drafter, type) else f"of type {type(drafter).__name__}"
         raise MlxspecError(
-            f"drafter is {name}, not an instance of a class derived from mlxspec.Drafter"
+            f"drafter is {name}: pass an instance of a class derived from mlxspec.Drafter"
         )
     return drafter
 

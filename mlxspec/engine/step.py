@@ -1,4 +1,4 @@
-"""One step of decoding: propose, forward, choose, accept, move, settle.
+"""One step of decoding: propose, verify (forward and choose), accept, commit (move and settle).
 
 A :class:`Sequence` is one generation, :func:`joint_step` runs a step of one or more sequences, and
 a :class:`Batch` plans their drafts together.

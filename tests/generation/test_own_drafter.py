@@ -123,8 +123,8 @@ def extra(drafter: Drafter) -> AutoDecoder:
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        (5, r"^drafter is a int, not an instance of a class derived from mlxspec\.Drafter$"),
-        ([], "^drafter is a list, not an instance of "),
+        (5, r"^drafter is of type int: pass an instance of a class derived from mlxspec\.Drafter$"),
+        ([], "^drafter is of type list: pass an instance of "),
         (Drafter(), r"^Drafter does not define propose$"),
     ],
 )
