@@ -264,8 +264,8 @@ def serve_command(
                 "--models, --keep-alive and --cache-dir need models on one machine: leave them "
                 "out, or run without mlx.launch"
             )
-        apart = adapters, drafting.head, drafting.draft_model
-        if options.available and not models and any(value is not None for value in apart):
+        of_one_model = adapters, drafting.head, drafting.draft_model
+        if options.available and not models and any(value is not None for value in of_one_model):
             raise OptionError(
                 "--adapter-path, --head and --draft-model apply only to MODEL, which is missing: "
                 "name one"

@@ -148,7 +148,7 @@ class Scheduler:
         """
         self.start_waiting()
         took_part = bool(self._active())
-        for _ in self.parts_of_turn(hurried):
+        for _ in self.responses_of_turn(hurried):
             pass
         return took_part
 
@@ -165,7 +165,7 @@ class Scheduler:
             except Exception as error:
                 self._end(request, error)
 
-    def parts_of_turn(self, hurried: bool = False) -> Iterator[GenerationResponse]:
+    def responses_of_turn(self, hurried: bool = False) -> Iterator[GenerationResponse]:
         """A turn of the running requests; yields each response except a request's last."""
         hold_at_exit()
         self._prefill(hurried)
@@ -397,7 +397,7 @@ def responses(request: Request) -> Generator[GenerationResponse, None, None]:
         with scheduler.running():
             scheduler.start_waiting()
             while not request.done:
-                yield from scheduler.parts_of_turn()
+                yield from scheduler.responses_of_turn()
     finally:
         if request.error:
             raise request.error

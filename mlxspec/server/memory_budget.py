@@ -72,11 +72,11 @@ class ServerMemory:
     def _lasting(self) -> dict[str, int]:
         """The parts that requests do not change."""
         models = [*self._models.copy().values()]
-        memories = {id(memory): memory for one in models for memory in one.memories}
+        indexes = {id(index): index for one in models for index in one.answer_indexes}
         kept = (Vocabulary.kept_on(one.decoder.tokenizer) for one in models)
         return {
             "weights": sum(one.memory.weights for one in models),
-            "answers": sum(memory.nbytes for memory in memories.values()),
+            "answers": sum(index.nbytes for index in indexes.values()),
             "constraints": sum(vocabulary.nbytes for vocabulary in kept if vocabulary),
         }
 

@@ -158,8 +158,8 @@ def _taken_by_one(kind: CacheKind, tokens: int) -> int:
 
 
 # The most keys with their own memory, and the tokens in each memory: about 100 MB in all.
-_MOST_APART = 32
-_TOKENS_APART = MAX_TOKENS // 4
+_MOST_KEYS = 32
+_TOKENS_PER_KEY = MAX_TOKENS // 4
 
 
 @dataclass
@@ -187,7 +187,7 @@ class ServedModel:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._apart: dict[str, Decoder] = {}
+        self._decoders: dict[str, Decoder] = {}
         """The decoders that draft for one key each, the least recently used first."""
         decoder = self.decoder
         draft_model = getattr(decoder.drafting, "draft_model", None)
@@ -202,9 +202,9 @@ class ServedModel:
         return context_length(self.decoder.model)
 
     @property
-    def memories(self) -> list[AnswerIndex]:
-        """The memories of answers, of all keys."""
-        decoders = [self.decoder, *self._apart.copy().values()]
+    def answer_indexes(self) -> list[AnswerIndex]:
+        """The earlier answers to draft from, of all keys."""
+        decoders = [self.decoder, *self._decoders.copy().values()]
         found = (getattr(decoder.drafting, "memory", None) for decoder in decoders)
         return [memory for memory in found if memory]
 
@@ -233,8 +233,8 @@ class ServedModel:
     def _decoder_of(self, key: str) -> Decoder:
         if not key:
             return self.decoder
-        own = self._apart.pop(key, None) or self.decoder.with_separate_memory(_TOKENS_APART)
-        self._apart[key] = own
-        if len(self._apart) > _MOST_APART:
-            del self._apart[next(iter(self._apart))]
+        own = self._decoders.pop(key, None) or self.decoder.with_separate_memory(_TOKENS_PER_KEY)
+        self._decoders[key] = own
+        if len(self._decoders) > _MOST_KEYS:
+            del self._decoders[next(iter(self._decoders))]
         return own
