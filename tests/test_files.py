@@ -182,7 +182,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("writer", WRITERS)
-def test_no_writer_replaces_or_follows_what_is_no_regular_file(
+def test_no_writer_replaces_or_follows_anything_but_a_regular_file(
     tmp_path: Path, writer: str, kind: str
 ):
     write = WRITERS[writer]

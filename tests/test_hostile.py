@@ -43,7 +43,7 @@ def test_memory_that_is_given_back_counts() -> None:
 
 
 @pytest.mark.slow
-def test_what_computes_long_and_what_only_waits_is_found_out(
+def test_long_computation_and_long_waits_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hostile, "SECONDS", 0.05)
@@ -55,7 +55,7 @@ def test_what_computes_long_and_what_only_waits_is_found_out(
         harmless((tmp_path / "pipe").read_bytes)
 
 
-def test_a_message_that_repeats_its_input_is_found_out() -> None:
+def test_a_message_that_repeats_its_input_fails() -> None:
     class Repeating(MlxspecError):
         def __str__(self) -> str:
             return "x" * 100_000

@@ -59,7 +59,7 @@ def test_calls_of_tools_are_what_the_model_wrote_a_line_each() -> None:
         *({"messages": [ANSWER], "completions": value} for value in (3, [1], [-1], [True], ["0"])),
     ],
 )
-def test_what_is_no_conversation_is_refused(record: object) -> None:
+def test_an_invalid_conversation_is_refused(record: object) -> None:
     with pytest.raises(ValueError, match=r"message|completions|tool"):
         conversation_of(record)
 

@@ -35,6 +35,6 @@ def test_every_policy_is_replayed_on_every_chip() -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "lookahead", "warp"])
-def test_what_is_not_replayed_is_named_with_what_is(name: str) -> None:
+def test_for_an_unknown_decoder_the_known_ones_are_named(name: str) -> None:
     with pytest.raises(OptionError, match=f"there is no decoder '{name}': choose from auto, "):
         chosen(name, POLICIES)

@@ -51,7 +51,7 @@ def test_k_is_1024_tokens() -> None:
 @pytest.mark.parametrize(
     "sizes", ["", "x", "-5", "16k,", "1.5k", "1e3", "16kk", "k", "ALL", "٣", "9" * 5000, "+1"]
 )
-def test_what_is_no_size_is_refused(sizes: str) -> None:
+def test_an_invalid_size_is_refused(sizes: str) -> None:
     with pytest.raises(
         OptionError, match=r"^--remember: '.*' is not a size: give tokens, such as "
     ):

@@ -244,7 +244,7 @@ def test_a_size_that_is_more_than_all_is_all(finite: Path, arguments: tuple) -> 
 
 
 @pytest.mark.parametrize("module", ["./demo", ".demo", "..", "no.such", "json.x.y", "/tmp/x.py"])
-def test_a_name_that_is_no_module_is_one_line(called: Called, module: str) -> None:
+def test_an_unknown_module_is_one_line(called: Called, module: str) -> None:
     assert called("run", "-m", module) == (
         1,
         f"Error: {module}: no such module; to run a script, leave out -m\n",

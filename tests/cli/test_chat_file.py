@@ -43,7 +43,7 @@ def test_a_saved_chat_is_openai_s_and_private_and_comes_back(tmp_path: Path) -> 
         b'{"model": "m", "created": 1, "messages": [{"role": "tool", "content": ""}]}',
     ],
 )
-def test_what_is_no_saved_chat_is_never_replaced(tmp_path: Path, content: bytes) -> None:
+def test_only_saved_chats_are_replaced(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(FileError, match="is not a saved chat"):
@@ -95,7 +95,7 @@ def test_what_other_programs_write_is_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_no_saved_chat_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_an_invalid_saved_chat_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(FileError) as error:

@@ -271,7 +271,7 @@ def test_a_key_is_neither_shown_nor_written(
 
 
 @pytest.mark.parametrize("client", WITH_FILES)
-def test_a_key_comes_and_goes(
+def test_a_key_can_be_added_and_removed(
     client: str, home: Path, serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def texts() -> dict[str, str]:
@@ -320,7 +320,7 @@ def test_the_model_can_be_chosen(home: Path, serve: Callable[..., str]) -> None:
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_an_unknown_context_length_is_left_out_or_asked_for(
+def test_an_unknown_context_length_is_left_out_or_required(
     client: str, serve: Callable[..., str]
 ) -> None:
     address = serve([{"id": name, "context_length": None} for name in ("endless", "other")])

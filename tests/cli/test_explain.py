@@ -125,7 +125,7 @@ def test_no_line_is_wider_than_the_terminal(endless: Path, columns: int):
     assert max(map(len, result.stdout.splitlines())) <= columns
 
 
-def test_a_pipe_gets_no_colours_unless_they_are_asked_for(endless: Path):
+def test_a_pipe_gets_no_colours_unless_requested(endless: Path):
     arguments = (*PROMPT, "--n-draft", 3, "--max-tokens", 20)
     plain = explain(endless, *arguments)
     assert "\x1b" not in plain.stdout
@@ -140,7 +140,9 @@ def test_a_pipe_gets_no_colours_unless_they_are_asked_for(endless: Path):
 
 
 @pytest.mark.parametrize("option", ["--color", "--no-color"])
-def test_control_characters_of_the_model_reach_nobody(hostile: Path, option: str, tmp_path: Path):
+def test_control_characters_of_the_model_are_never_printed(
+    hostile: Path, option: str, tmp_path: Path
+):
     page = tmp_path / "page.html"
     result = explain(
         *(hostile, "--prompt", "a", "--n-draft", 3, "--skip", 0, "--steps", 99, option),

@@ -83,7 +83,7 @@ def test_prompts_of_a_file_have_the_form_too(schema: Path, tmp_path: Path) -> No
         (("--regex", "a", "--grammar", "FILE"), b"", "--regex and --grammar are given together"),
     ],
 )
-def test_what_is_no_form_is_one_line_before_any_model_is_loaded(
+def test_an_invalid_form_is_one_line_before_any_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     arguments: tuple[str, ...],

@@ -255,7 +255,7 @@ def test_a_drafter_of_ones_own_drafts_and_changes_no_token(endless: Path, own: s
         ("json:JSONDecoder", "not derived from mlxspec.Drafter"),
     ],
 )
-def test_what_is_no_drafter_is_one_line_before_a_model_is_loaded(
+def test_an_invalid_drafter_is_one_line_before_a_model_is_loaded(
     own: str, drafter: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mlxspec.models.model.load", lambda *_, **__: 1 / 0)

@@ -151,7 +151,7 @@ def test_a_model_shows_the_head_that_it_carries(
     assert report["head"]["files"] == ["head/model.safetensors"]
 
 
-def test_a_pipe_is_told_at_once_that_a_model_is_being_examined(
+def test_a_pipe_gets_a_note_at_once_while_a_model_is_examined(
     given: Callable[[nn.Module], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*_: object, **__: object) -> None:

@@ -209,7 +209,7 @@ def test_programs_that_mlxspec_runs_keep_their_answers(finite: Path, tmp_path: P
     assert earned("memory") > 0
 
 
-def test_where_nothing_can_be_kept_the_answer_comes_all_the_same(finite: Path, home: Path):
+def test_an_answer_comes_even_if_it_cannot_be_kept(finite: Path, home: Path):
     memory("on")
     database = home / "answers.sqlite"
     database.mkdir()
@@ -225,7 +225,7 @@ def test_where_nothing_can_be_kept_the_answer_comes_all_the_same(finite: Path, h
 
 
 @pytest.mark.slow
-def test_the_variable_goes_before_the_settings(
+def test_the_variable_overrides_the_settings(
     finite: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     options = ("--model", finite, "--prompt", "a")
@@ -263,7 +263,7 @@ def test_another_value_of_the_variable_is_one_line(
         )
 
 
-def test_on_and_off_say_that_the_variable_goes_before_them(monkeypatch: pytest.MonkeyPatch):
+def test_on_and_off_note_that_the_variable_overrides_them(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLXSPEC_MEMORY", "off")
     for command in ("on", "off"):
         assert memory(command).stderr == ("Note: MLXSPEC_MEMORY is 'off' here and overrides this\n")
@@ -676,7 +676,7 @@ def test_the_oldest_answers_go_beyond_the_tokens_that_on_allows():
     assert [129] * 8 in answers()
 
 
-def test_after_an_error_nobody_waits_for_the_sorting(monkeypatch: pytest.MonkeyPatch):
+def test_after_an_error_the_exit_does_not_wait_for_sorting(monkeypatch: pytest.MonkeyPatch):
     save_settings(Settings(True))
     close, patiences = AnswerIndex.close, []
 

@@ -120,7 +120,7 @@ def test_an_alias_is_a_model_wherever_one_is_named(endless: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_an_alias_goes_before_a_directory_of_its_name(work: Path, endless: Path):
+def test_an_alias_overrides_a_directory_of_its_name(work: Path, endless: Path):
     run("config", "set", "alias.here", endless)
     (work / "here").mkdir()
     result = run("inspect", "here")

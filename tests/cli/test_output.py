@@ -136,7 +136,7 @@ def test_a_short_prefill_shows_nothing():
     assert drawn(interactive=True, total=99) == ""
 
 
-def test_what_is_no_terminal_gets_nothing():
+def test_without_a_terminal_nothing_is_drawn():
     assert drawn(interactive=False, total=100) == ""
 
 

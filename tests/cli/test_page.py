@@ -32,7 +32,7 @@ def test_a_page_replaces_another_one_and_leaves_nothing_else(
 
 
 @pytest.mark.parametrize("kind", ["device", "pipe", "socket", "link to a report", "dangling link"])
-def test_what_is_no_regular_file_stays_as_it_is(tmp_path: Path, kind: str) -> None:
+def test_only_regular_files_are_replaced(tmp_path: Path, kind: str) -> None:
     path, report = tmp_path / "page.html", tmp_path / "report.html"
     report.write_text("an older one")
     if kind == "device":

@@ -83,7 +83,7 @@ def test_an_empty_prompt_is_named_by_its_source(tmp_path: Path, monkeypatch: pyt
     assert error_for("-").startswith("--prompt - is empty")
 
 
-def test_what_is_no_utf8_text_is_refused(tmp_path: Path):
+def test_text_that_is_not_utf8_is_refused(tmp_path: Path):
     path = tmp_path / "prompt"
     path.write_bytes("café".encode("latin-1"))
     assert "not UTF-8 text (byte 3)" in error_for(file=str(path))

@@ -160,7 +160,7 @@ def test_an_allowed_host_is_known_in_any_spelling() -> None:
     assert _hosts("0.0.0.0", (), ["key"]) is None
 
 
-def test_prefixes_are_kept_only_where_nobody_else_may_write(
+def test_prefixes_are_kept_only_where_no_one_else_may_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, others, link = tmp_path / "ours", tmp_path / "others", tmp_path / "link"
@@ -258,7 +258,7 @@ def test_a_folder_is_served_under_its_own_name_and_its_path(endless: Path, tmp_p
         assert result.exit_code == 0, result.stderr
 
 
-def test_models_of_a_folder_come_and_go(endless: Path, tmp_path: Path) -> None:
+def test_models_of_a_folder_are_loaded_and_unloaded(endless: Path, tmp_path: Path) -> None:
     for place in ("one", "publisher/two", "other/two"):
         shutil.copytree(endless, tmp_path / "models" / place)
     (tmp_path / "models" / "broken").mkdir()
@@ -309,7 +309,7 @@ def test_a_model_that_has_left_the_disk_is_not_looked_for_on_the_hub(
     assert {"one", "models/one"} <= {found.name, *found.others}
 
 
-def test_a_named_model_comes_and_goes_only_with_keep_alive(endless: Path) -> None:
+def test_a_named_model_is_unloaded_only_with_keep_alive(endless: Path) -> None:
     with serving(endless, "--keep-alive", 0, *PLAIN) as server:
         asked = {"prompt": "a", "model": "any", "max_tokens": 4}
         first = server.ask("/v1/completions", **asked)

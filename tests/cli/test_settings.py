@@ -332,7 +332,7 @@ def test_directories_are_made(tmp_path: Path) -> None:
     assert file.read() == file.merged("")
 
 
-def test_what_is_no_text_file_is_refused(tmp_path: Path) -> None:
+def test_only_text_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "x.json").mkdir()
     with pytest.raises(OSError, match="Is a directory"):
         SettingsFile(tmp_path / "x.json", OURS).read()

@@ -191,7 +191,7 @@ def test_chat_and_explain_take_them(model: Path) -> None:
         ("[" * 100_000, "is not a JSON object"),
     ],
 )
-def test_what_is_no_configuration_is_a_wrong_use(
+def test_an_invalid_configuration_is_a_usage_error(
     command: object, config: str, complaint: str
 ) -> None:
     result = run(command, "--chat-template-config", config)

@@ -42,7 +42,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path, kept: int):
     ],
     ids=str,
 )
-def test_a_header_that_lies_is_refused(tmp_path: Path, entry: object):
+def test_a_wrong_header_is_refused(tmp_path: Path, entry: object):
     header = json.dumps({"a": entry}).encode()
     path = tmp_path / "consolidated.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)

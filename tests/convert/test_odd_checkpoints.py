@@ -84,7 +84,7 @@ def test_a_quantised_weight_beyond_float16_is_refused(source: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_what_is_not_a_number_in_the_checkpoint_is_refused(source: Path, dtype: str) -> None:
+def test_nan_in_the_checkpoint_is_refused(source: Path, dtype: str) -> None:
     change(source, mx.float32, model__norm__weight=put(float("nan"), float("nan")))
     message = refused(source, dtype=dtype)
     expected = f"{source}: 2 of 64 numbers of {NORM} are not finite, so the checkpoint is damaged"

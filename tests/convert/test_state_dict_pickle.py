@@ -153,7 +153,7 @@ REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
         {"a": Persistent(("storage", Global("torch", "float16"), "0", "cpu", 6))},
     ],
 )
-def test_what_is_no_state_dict_of_tensors_is_refused_in_one_line(value: object):
+def test_an_invalid_state_dict_is_refused_in_one_line(value: object):
     with pytest.raises(LoadError, match=r"weights\.pth: .+$"):
         read(value)
 

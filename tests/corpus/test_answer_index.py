@@ -88,7 +88,7 @@ def test_in_sorted_parts_all_the_best_matches_are_found(answers: list[list[int]]
     assert sorted(texts_of(held)) == sorted(map(list, {tuple(answer) for answer in answers}))
 
 
-def test_what_followed_is_copied_as_far_as_asked_and_not_into_the_next_answer():
+def test_an_excerpt_ends_at_the_requested_depth_or_the_answer_s_end():
     held = holding([[1, 2, 3, 4, 5], [1, 2, 9]])
     tokens, occurrences = held.look_up([7, 1, 2], depth=2)
     assert (tokens, occurrences) == ([9, -1, 3, 4, -1], [(2, 0), (2, 2)])
@@ -97,7 +97,7 @@ def test_what_followed_is_copied_as_far_as_asked_and_not_into_the_next_answer():
     assert held.look_up([1, 2], limit=0) == ([], [])
 
 
-def test_what_is_no_token_ids_is_refused_and_the_memory_goes_on():
+def test_invalid_token_ids_are_refused_and_the_memory_continues():
     with closing(AnswerIndex()) as held:
         for answer, prompt in (["a"], []), ([1.5], []), ([1], ["b"]), (5, []):
             with pytest.raises(TypeError):
@@ -194,7 +194,7 @@ def test_a_memory_of_nothing_remembers_nothing():
 
 
 @pytest.mark.parametrize("max_tokens", [-1, 1.5, "many"])
-def test_a_size_that_is_none_is_one_line(max_tokens: Any):
+def test_an_invalid_size_is_one_line(max_tokens: Any):
     with pytest.raises(OptionError, match=f"^max_tokens is {max_tokens!r}: give a whole number"):
         AnswerIndex(max_tokens)
 

@@ -196,7 +196,7 @@ def test_an_equal_answer_is_kept_once_over_runs(tmp_path: Path):
     assert day["context"] == 60
 
 
-def test_what_other_processes_keep_is_seen_when_asked_for(tmp_path: Path):
+def test_answers_of_other_processes_are_seen_after_a_refresh(tmp_path: Path):
     first, second = opened(tmp_path), opened(tmp_path)
     answers = some_answers(40)
     for answer in answers:

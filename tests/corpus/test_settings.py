@@ -91,7 +91,7 @@ def test_damaged_settings_are_read_or_refused(data: bytes):
         load_settings()
 
 
-def test_the_variable_goes_before_the_settings(
+def test_the_variable_overrides_the_settings(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     some = Settings(False, frozenset({identify(FIRST).key}), 1000)
@@ -136,7 +136,7 @@ def test_a_memory_is_closed_before_its_merging_ends(monkeypatch: pytest.MonkeyPa
     assert [tokens.tolist() for _, tokens, *_ in kept.read()] == texts
 
 
-def test_the_database_says_of_which_tokenizers_it_has_answers(home: Path):
+def test_the_database_lists_its_tokenizers(home: Path):
     assert kept_answers(home) == []
     KeptAnswers(home, identify(SECOND), "owner/second")
     memory = AnswerIndex(kept=KeptAnswers(home, identify(FIRST), "owner/first"))
@@ -178,7 +178,7 @@ def test_where_nothing_can_be_made_is_one_line(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize("after", [False, True])
-def test_a_tokenizer_s_answers_are_kept_or_not_as_asked(
+def test_the_last_setting_of_a_tokenizer_applies(
     everything: bool, before: bool, after: bool
 ) -> None:
     first, second = identify(FIRST), identify(SECOND)

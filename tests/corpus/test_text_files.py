@@ -78,7 +78,7 @@ def test_a_file_that_vanishes_is_counted(tmp_path: Path):
     assert reading == Counter(skipped=1)
 
 
-def test_what_is_not_there_is_named(tmp_path: Path):
+def test_a_missing_path_is_named(tmp_path: Path):
     with pytest.raises(FileError, match="nowhere: cannot be read"):
         find_files([tmp_path / "nowhere"])
 

@@ -37,5 +37,5 @@ def test_added_tokens_belong_to_the_vocabulary():
         ("/", "unnamed"),
     ],
 )
-def test_the_name_does_not_say_where_the_model_is(path: str, name: str):
+def test_the_name_does_not_reveal_the_path(path: str, name: str):
     assert identify(FakeTokenizer(path)).name == name

@@ -66,7 +66,7 @@ def test_a_chip_without_a_curve_has_the_nearest_of_its_family_named(
     assert "--curve" in message
 
 
-def test_what_is_no_chip_of_apple_s_has_all_curves_named() -> None:
+def test_for_an_unknown_chip_all_curves_are_named() -> None:
     with pytest.raises(OptionError, match=r"'RTX 4090': choose one of M2 Pro, .*linear"):
         known_chip("RTX 4090")
     with pytest.raises(OptionError, match="'': choose one of"):

@@ -49,6 +49,6 @@ def test_rows_beyond_an_extended_curve_cost_at_least_their_share() -> None:
         [(1, 1), (2, -1)],
     ],
 )
-def test_refuses_what_is_no_curve(points: list[tuple[int, float]]) -> None:
+def test_an_invalid_curve_is_refused(points: list[tuple[int, float]]) -> None:
     with pytest.raises(OptionError, match="cost"):
         CostCurve(points)

@@ -79,7 +79,7 @@ def test_child_is_the_first_that_proposes_the_token(tree: DraftTree, token: int)
     ("tokens", "parents"),
     [((), ()), ((1, 2), (-1,)), ((1,), (0,)), ((1, 2), (-1, 1)), ((1, 2), (-1, -1))],
 )
-def test_what_is_no_tree_is_refused(tokens: tuple[int, ...], parents: tuple[int, ...]) -> None:
+def test_an_invalid_tree_is_refused(tokens: tuple[int, ...], parents: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="draft tree"):
         DraftTree(tokens, parents)
 

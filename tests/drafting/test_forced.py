@@ -77,7 +77,7 @@ def test_forced_tokens_come_first_and_each_drafter_sees_its_own(branching: bool)
     assert own.seen[0].accepted == (1, 2)
 
 
-def test_candidates_that_may_not_come_are_left_out_forced_chain_ones_are_put_in() -> None:
+def test_disallowed_candidates_are_dropped_and_forced_ones_added() -> None:
     tree = DraftTree(
         tuple(map(ord, "\0abzxq")),
         (-1, 0, 1, 0, 2, 2),

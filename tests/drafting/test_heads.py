@@ -205,7 +205,7 @@ def test_no_trial_where_text_is_likely() -> None:
 
 @pytest.mark.parametrize("curve", [FLAT, TWO_FREE, CostCurve([(1, 1), (2, 1.3), (32, 10)])])
 @pytest.mark.parametrize("cost", [0.05, 0.4])
-def test_a_head_that_lies_costs_little(curve: CostCurve, cost: float) -> None:
+def test_an_overconfident_head_costs_little(curve: CostCurve, cost: float) -> None:
     experience = HeadExperience(cost, cost, 4)
     output, lost = noise(600), []
     for _ in range(3):

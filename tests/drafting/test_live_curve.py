@@ -98,7 +98,7 @@ def test_drafted_steps_that_take_longer_than_measured_hardly_change_what_a_plain
     assert live.slowdown == pytest.approx(1, abs=0.06)
 
 
-def test_a_busy_machine_that_comes_and_goes_leaves_the_costs_alone():
+def test_a_temporary_load_does_not_change_the_costs():
     errors = run(measured(M4), M4, 1000, speed=lambda step: 1.5 if step // 50 % 2 else 1.0)
     assert max(errors) < 0.1
 

@@ -165,7 +165,7 @@ def doubled(share: float) -> Callable[[np.random.Generator], float]:
     return lambda random: (1 + 0.02 * random.random()) * (2 if random.random() < share else 1)
 
 
-def test_the_true_quartile_lies_within_the_error_19_times_of_20():
+def test_the_true_quartile_is_within_the_error_19_times_of_20():
     quartile = 0.01 * (1 - 0.6745 * 0.1)
     times = [time for seed in range(50) for time in Scattered(seed, normal).measured()]
     within = [

@@ -197,7 +197,7 @@ def test_trying_drafts_costs_little_where_rows_cost_as_much_as_steps():
         assert min(learning(known_times(known), LINEAR)) > 0.97
 
 
-def test_costs_that_nobody_corrects_are_taken_at_their_word():
+def test_fixed_costs_are_not_hoped_to_be_lower():
     costs = FixedCosts(LINEAR)
     assert costs.hopeful is costs.curve
 
@@ -347,7 +347,7 @@ def test_a_step_during_which_the_next_was_dispatched_makes_drafts_dearer() -> No
     drafter.end()
 
 
-def test_while_plain_steps_are_wanted_some_in_a_row_go_without_a_draft() -> None:
+def test_while_plain_steps_are_wanted_some_consecutive_steps_have_no_draft() -> None:
     drafter = suffix_planner(FLAT)
     drafter.costs.wants_plain_steps = True
     drafter.begin([5, 6, 7, 8] * 20)

@@ -141,7 +141,7 @@ def test_drafts_that_gain_much_are_not_interrupted_for_a_measurement() -> None:
         policy.settle(DRAFTED, 1.5, gain=0.8, probing=True)
 
 
-def test_while_plain_steps_are_wanted_some_in_a_row_go_without_a_draft() -> None:
+def test_while_plain_steps_are_wanted_some_consecutive_steps_have_no_draft() -> None:
     policy = Policy()
     probes = []
     for _ in range(120):

@@ -84,7 +84,7 @@ def test_a_forward_that_is_dispatched_is_interrupted_for_all_or_for_none() -> No
 
 
 @pytest.mark.parametrize("patient", [False, True])
-def test_nobody_waits_long_for_the_drafts_of_others(patient: bool) -> None:
+def test_no_sequence_waits_long_for_the_drafts_of_others(patient: bool) -> None:
     copies, waits = copying(1.2), suffix_planner(DEAR)
     waits.begin(range(200, 240))  # nothing repeats
     for planner in (copies, waits):

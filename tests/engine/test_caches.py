@@ -91,7 +91,7 @@ def test_drafts_of_several_sequences_are_written_without_copying_the_context() -
         assert mx.array_equal(own, rows[:, :, span])
 
 
-def test_rows_that_stand_in_a_row_already_are_not_moved() -> None:
+def test_rows_that_are_already_consecutive_are_not_moved() -> None:
     cache = for_steps(filled(KVCache(), 20))
     keys = cache.keys
     move_rows([([cache], 12, (0, 1, 2))])

@@ -66,7 +66,7 @@ def test_it_drafts_what_the_model_says_however_much_was_rejected(name: str) -> N
     drafter.end()
 
 
-def test_a_draft_model_is_not_asked_for_tokens_of_the_target_that_it_lacks() -> None:
+def test_a_draft_model_never_gets_tokens_that_only_the_target_has() -> None:
     model = ARCHITECTURES["llama3"].model()
     rows = model.model.embed_tokens.weight.shape[0]
 

@@ -71,7 +71,7 @@ def test_each_thread_has_the_states_of_its_own_forward() -> None:
 
 
 @pytest.mark.parametrize("name", COMMON)
-def test_rows_of_a_draft_have_the_states_that_they_have_in_a_row(name: str) -> None:
+def test_rows_of_a_draft_have_the_states_of_a_chain(name: str) -> None:
     architecture = ARCHITECTURES[name]
     model, states = hidden_states(name, (0,))
     target = new_target(states.model, architecture.capability)

@@ -194,7 +194,7 @@ def test_a_model_that_comes_from_a_file_of_its_own_is_patched_too() -> None:
     assert file.scaled_dot_product_attention in patches._wrappers
 
 
-def test_a_forward_in_another_thread_and_the_next_one_have_positions_in_a_row() -> None:
+def test_forwards_in_other_threads_and_later_ones_have_consecutive_positions() -> None:
     model = random_model("llama")
     install(model)
     expected = model(PROMPT, cache=make_prompt_cache(model))

@@ -47,7 +47,7 @@ def test_what_nothing_could_read_is_not_written(kind: str, tmp_path: Path) -> No
     assert not [*tmp_path.iterdir()]
 
 
-def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipes_and_devices_are_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, Path(os.devnull), tmp_path / ("x" * 300)):
         error = harmless(lambda path=path: load_prompt_cache(path))

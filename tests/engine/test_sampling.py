@@ -246,7 +246,7 @@ def test_values_out_of_range_are_refused_by_name(values: dict) -> None:
 
 
 @pytest.mark.parametrize("bias", [float("nan"), float("inf")])
-def test_a_bias_that_is_no_number_is_refused(bias: float) -> None:
+def test_a_non_numeric_bias_is_refused(bias: float) -> None:
     with pytest.raises(OptionError, match="logit_bias of token 5"):
         SamplingParams(logit_bias={4: -math.inf, 5: bias})
 

@@ -206,7 +206,7 @@ def test_the_end_of_one_is_not_the_end_of_another(decoder: Decoder) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_nobody_reads_waits(decoder: Decoder) -> None:
+def test_a_generation_that_is_not_read_pauses(decoder: Decoder) -> None:
     async def main() -> tuple[int, list[int]]:
         stream = decoder.astream(REPEAT, 2000)
         taken = [(await anext(stream)).token]

@@ -116,7 +116,7 @@ def test_only_what_is_remembered_teaches_the_next_generation(
 
 
 @pytest.mark.nightly(keep=1)
-def test_a_decoder_apart_notices_nothing_of_what_the_other_has_learned() -> None:
+def test_decoders_with_separate_memories_learn_separately() -> None:
     """In either direction: each drafts as if the other did not exist."""
 
     def new() -> Any:

@@ -415,6 +415,6 @@ def test_unusual_multiples_are_refused(step: float) -> None:
         lambda: Constraint.choice(["a"] * 1_000_000),
     ],
 )
-def test_what_is_no_constraint_at_all_is_refused_at_once(make: Any) -> None:
+def test_a_constraint_of_a_wrong_type_is_refused_at_once(make: Any) -> None:
     with pytest.raises(mlxspec.MlxspecError):
         make()

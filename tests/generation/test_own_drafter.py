@@ -107,7 +107,7 @@ class Wrong(Drafter):
         ),
     ],
 )
-def test_what_is_no_draft_is_refused_by_name(proposal: object, message: str) -> None:
+def test_an_invalid_draft_is_refused_by_name(proposal: object, message: str) -> None:
     for decoder in (stand_in_decoder(Decoder, drafter=Wrong(proposal)), extra(Wrong(proposal))):
         with pytest.raises(MlxspecError, match=message) as raised:
             list(decoder.stream(PROMPT, 5))
@@ -128,7 +128,7 @@ def extra(drafter: Drafter) -> AutoDecoder:
         (Drafter(), r"^Drafter does not define propose$"),
     ],
 )
-def test_what_is_no_drafter_is_refused(drafter: object, message: str) -> None:
+def test_an_invalid_drafter_is_refused(drafter: object, message: str) -> None:
     decoder = stand_in_decoder(Decoder)
     with pytest.raises((MlxspecError, NotImplementedError), match=message):
         list(drafted(decoder, PROMPT, drafter, max_tokens=3))  # type: ignore[arg-type]
@@ -155,7 +155,7 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant() -> None:
         ("json:JSONDecoder", "not derived from mlxspec.Drafter"),
     ],
 )
-def test_a_name_that_is_no_drafter_s_is_refused(name: str, message: str) -> None:
+def test_an_invalid_name_of_a_drafter_is_refused(name: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         load_drafter(name)
     assert load_drafter("mlxspec:PromptLookupDrafter") is mlxspec.PromptLookupDrafter

@@ -121,7 +121,7 @@ def test_a_call_of_a_tool_is_a_message_without_content() -> None:
     ],
     ids=str,
 )
-def test_what_is_no_conversation_is_refused_in_one_line(messages: Any, complaint: str) -> None:
+def test_an_invalid_conversation_is_refused_in_one_line(messages: Any, complaint: str) -> None:
     with pytest.raises(PromptError, match=complaint) as caught:
         ids(messages)
     assert "\n" not in str(caught.value)

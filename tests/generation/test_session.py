@@ -239,7 +239,7 @@ def test_a_second_generation_at_the_same_time_is_refused() -> None:
     assert said(decoder, [5, 6, 7], 2, session=session)
 
 
-def test_a_session_and_a_prompt_cache_are_one_too_many() -> None:
+def test_a_session_excludes_a_prompt_cache() -> None:
     decoder = decoder_of("plain")
     cache = make_prompt_cache(decoder.model)
     with pytest.raises(OptionError, match="choose one"):

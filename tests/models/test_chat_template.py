@@ -282,7 +282,7 @@ def test_parts_other_than_texts_are_refused_where_the_template_takes_texts(token
         apply_template(tokenizer, [{"role": "user", "content": [*part("a"), picture]}])
 
 
-def test_the_form_is_found_out_once(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_form_is_determined_once(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer._tokenizer.chat_template = PARTS
     rendered: list[Any] = []
     render = type(tokenizer._tokenizer).apply_chat_template

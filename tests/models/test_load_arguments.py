@@ -59,7 +59,7 @@ def test_the_model_s_settings_can_be_replaced() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dora", [False, True])
-def test_adapters_are_put_in(tmp_path: Path, dora: bool) -> None:
+def test_adapters_are_applied(tmp_path: Path, dora: bool) -> None:
     directory = write_adapters(tmp_path / "adapters", dora=dora)
     theirs, _ = mlx_lm.load(str(DEMO_DIRECTORY), adapter_path=str(directory))
     theirs.set_dtype(mx.float32)

@@ -54,7 +54,7 @@ def test_a_name_that_is_not_utf8_is_an_error(model: Path, tmp_path: Path) -> Non
     refused(odd)
 
 
-def test_the_home_of_nobody_is_a_name_like_others() -> None:
+def test_an_unknown_user_s_home_is_an_ordinary_name() -> None:
     assert local_path("~nobody-of-that-name/x") == Path("~nobody-of-that-name/x")
     assert "no such directory" in refused("~nobody-of-that-name/x")
     with pytest.raises(LoadError, match="no such directory"):

@@ -250,7 +250,7 @@ def test_of_a_repository_the_weights_are_not_fetched(tmp_path: Path) -> None:
     assert hub.files_sent() == {"tokenizer.json", "tokenizer_config.json", "config.json"}
 
 
-def test_what_is_no_tokenizer_is_named(tmp_path: Path) -> None:
+def test_an_invalid_tokenizer_is_named(tmp_path: Path) -> None:
     for name, problem in (
         ("nowhere", "no such directory"),
         ("tokenizer.model", "not a SentencePiece model"),

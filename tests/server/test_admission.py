@@ -123,7 +123,7 @@ def test_options_that_save_memory_are_taken_into_account(options: dict[str, int]
 
 
 @pytest.mark.slow
-def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
+def test_the_memory_of_a_forward_is_measured_with_few_rows() -> None:
     model = ARCHITECTURES["llama3"].model()
     estimates, found = [], []
     # The peak varies by a few percent, even at the median: it depends on how far MLX's thread lags
@@ -138,7 +138,7 @@ def test_what_a_forward_takes_is_found_out_with_few_rows() -> None:
     assert 0.1 * median(estimates) < median(found) < 1.05 * median(estimates)
 
 
-def test_what_a_forward_takes_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_forward_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model, bytes_found = ARCHITECTURES["llama3"].model(), [(1000, 2.5), (3, 0.0)]
     shutil.rmtree(cache_directory() / "forward_memory", ignore_errors=True)
     monkeypatch.setattr(served_model, "forward_memory", lambda *_: bytes_found.pop(0))

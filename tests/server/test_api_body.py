@@ -386,7 +386,7 @@ def test_errors_say_what_was_sent_and_what_to_do(fields: dict[str, Any], message
 
 
 @pytest.mark.parametrize("body", [None, [], "x", 5, True, float("nan")])
-def test_a_body_that_is_no_object_is_refused(body: object) -> None:
+def test_a_body_must_be_an_object(body: object) -> None:
     for read in (parse_chat, parse_completion, parse_tokenize, parse_detokenize):
         assert param_of(body, read) is None
 
@@ -459,7 +459,7 @@ def test_tools_and_their_choice() -> None:
     assert not request.parallel_tool_calls
 
 
-def test_thinking_is_asked_for_under_several_names() -> None:
+def test_thinking_can_be_requested_under_several_names() -> None:
     assert chat(chat_template_kwargs={"a": 1, "b": None}).template_kwargs == {"a": 1}
     assert chat(enable_thinking=False).template_kwargs == {"enable_thinking": False}
     assert chat(reasoning={"effort": "low"}, verbosity="high").template_kwargs == {

@@ -43,7 +43,7 @@ def test_json_is_read_as_python_reads_it(value: Any, escaped: bool, indent: int 
 @pytest.mark.slow
 @settings(max_examples=examples(300, 6_000))
 @given(mutated(json.dumps(FULL_CHAT, indent=1).encode()))
-def test_what_is_no_json_for_python_is_none_here(data: bytes) -> None:
+def test_invalid_json_is_refused_as_in_python(data: bytes) -> None:
     try:
         expected = json.dumps(json.loads(data), allow_nan=False)
     except (ValueError, RecursionError):
@@ -94,7 +94,7 @@ def test_half_pairs_are_replaced_in_every_piece_of_a_long_text() -> None:
         *("01", "1.", ".5", "+1", "1e", "-", "0x10", "1_0", "tru", "True", "nulll"),
     ],
 )
-def test_what_is_no_finite_number_of_json_is_refused(number: str) -> None:
+def test_a_number_that_is_not_finite_is_refused(number: str) -> None:
     for written in (number, f"[{number}]", f'{{"a": {number}}}'):
         with pytest.raises(ApiError, match="the body is not JSON") as caught:
             read_body(written.encode())
@@ -111,7 +111,7 @@ def test_what_is_no_finite_number_of_json_is_refused(number: str) -> None:
         *('["a"]'.encode("utf-16"), b"\x0b1", b"1 x", b'{"a" 1}', b'{"a":1 "b":2}'),
     ],
 )
-def test_what_is_no_json_is_refused_by_its_place(data: bytes) -> None:
+def test_invalid_json_is_refused_with_its_place(data: bytes) -> None:
     with pytest.raises(ApiError, match=r"not JSON \(.*(char|position) [0-9]"):
         read_body(data)
 

@@ -265,7 +265,7 @@ NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "9" * 5000]
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("number", NUMBERS)
-def test_numbers_that_are_none_are_refused(http: httpx.Client, path: str, number: str) -> None:
+def test_invalid_numbers_are_refused(http: httpx.Client, path: str, number: str) -> None:
     body = json.dumps({"nobody_knows": {"a": ["HERE"]}, **BODIES[path]})
     answer = http.post(path, content=body.replace('"HERE"', number))
     assert answer.status_code == 400

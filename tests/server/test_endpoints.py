@@ -442,7 +442,7 @@ def test_an_answer_is_cut_to_what_the_context_has_room_for(
         assert answer["stop_reason"] == "model_context_window_exceeded"
 
 
-def test_keys_are_asked_for() -> None:
+def test_a_key_is_required() -> None:
     with running_server(keys=["secret", "other"]) as server:
         for key in ("none", "", "secre", "sécret"):
             answer = httpx.get(f"{server.address}/v1/models", headers={"x-api-key": key.encode()})

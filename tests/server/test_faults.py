@@ -233,7 +233,7 @@ def test_several_prompts_are_answered_in_their_order(server: Running) -> None:
         b'{"prompt": "x", "metadata": ' + b'{"a":' * 200 + b"1" + b"}" * 201,
     ],
 )
-def test_a_body_that_is_no_request_is_a_400(server: Running, body: bytes) -> None:
+def test_an_invalid_body_is_a_400(server: Running, body: bytes) -> None:
     for path in (CHAT, TEXT, "/v1/tokenize", "/v1/detokenize"):
         answer = post(server, path, body)
         assert answer.status_code == 400
@@ -822,7 +822,7 @@ def test_a_fault_in_planning_fails_no_request(
     planning_faults.clear()
 
 
-def test_a_fault_in_admission_ends_who_waits(
+def test_a_fault_in_admission_ends_waiting_requests(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*args: object) -> bool:

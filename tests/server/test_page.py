@@ -98,6 +98,6 @@ def test_no_tile_stands_alone() -> None:
     assert all(tiles % int(number) == 0 for number in columns)
 
 
-def test_the_page_asks_nobody_else_for_anything() -> None:
+def test_the_page_loads_nothing_from_elsewhere() -> None:
     assert not re.search(r"//(?!www\.w3\.org/2000/svg)\w|@import|url\(", PAGE)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", PAGE)

@@ -207,7 +207,7 @@ def test_where_a_cache_cannot_be_cut_the_third_agent_finds_what_two_have_shared(
 
 
 @pytest.mark.slow
-def test_those_who_come_at_once_wait_for_the_state_that_they_share() -> None:
+def test_concurrent_requests_wait_for_the_state_that_they_share() -> None:
     requests, system = Requests("state and full"), tokens_of(200)
     requests.answer([*system, *tokens_of(30, 1)])
     second = requests.start([*system, *tokens_of(30, 2)], n=40)
@@ -256,7 +256,7 @@ def test_several_answers_to_one_prompt_run_it_once(kind: str) -> None:
     assert {tuple(r.tokens) for r in [first, *others]} == {tuple(requests.alone(prompt, 6))}
 
 
-def test_nobody_waits_for_a_short_beginning_or_for_who_has_passed_it() -> None:
+def test_no_request_waits_for_a_short_prefix_or_one_that_has_run() -> None:
     requests, prompt = Requests(), tokens_of(200)
     assert not requests.cache.should_wait(prompt)
     first = requests.start(prompt, n=40)

@@ -182,7 +182,7 @@ HOLDING_UP = {
 """What clients send that could hold up the end. The last one is answered."""
 
 
-def test_nobody_holds_up_the_end_and_prefixes_are_kept(endless: Path, tmp_path: Path) -> None:
+def test_no_client_delays_the_end_and_prefixes_are_kept(endless: Path, tmp_path: Path) -> None:
     """systemd and Docker end servers like this. The next server reads the prefixes."""
     known, count = terminated(endless, tmp_path / "kept", [*HOLDING_UP.values()])
     assert known == 0

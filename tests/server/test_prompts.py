@@ -290,7 +290,9 @@ def test_texts_and_ids_become_prompts() -> None:
         (("[PREFIX]", "[SUFFIX]"), "{1}cd{0}ab"),
     ],
 )
-def test_the_middle_is_asked_for_in_the_models_way(markers: tuple[str, ...], expected: str) -> None:
+def test_fill_in_the_middle_uses_the_model_s_tokens(
+    markers: tuple[str, ...], expected: str
+) -> None:
     tokenizer = chat_tokenizer(markers=("<s>", "</s>", "<|endoftext|>", *markers))
     (prompt,) = completions(tokenizer, prompt="ab", suffix="cd")
     assert text_of(prompt, tokenizer) == expected.format(*markers)

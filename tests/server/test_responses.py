@@ -159,7 +159,7 @@ def test_errors_are_the_clients_exceptions(client: OpenAI, server: Running) -> N
 @pytest.mark.parametrize(
     "path", ["embeddings", "audio/speech", "images/generations", "files", "batches", "rerank"]
 )
-def test_what_is_not_served_here_is_said(server: Running, path: str) -> None:
+def test_an_unknown_path_is_a_404_that_names_the_others(server: Running, path: str) -> None:
     for ask in (httpx.get, httpx.post):
         answer = ask(f"{server.address}/v1/{path}")
         assert answer.status_code == 404
