@@ -1,9 +1,9 @@
-"""How many wrong comparisons the tests find: flips one at a time and runs the room's tests.
+"""How many wrong comparisons the tests find: flips one at a time and runs the package's tests.
 
     python .ci/mutations.py --count 20 --seed 1 engine drafting corpus server
 
-A survivor is not always a gap: ``<`` and ``<=`` may come to the same. So compare rates, of the same
-rooms, seed and count, before and after a change. Takes minutes; nothing in the checkout changes.
+A survivor is not always a gap: ``<`` and ``<=`` may be equivalent. So compare rates, of the same
+packages, seed and count, before and after a change. Takes minutes; nothing in the checkout changes.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ def caught(copy: Path, tests: list[Path], limit: float) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("rooms", nargs="+", help="folders of mlxspec/, or ROOM/WORD for some files")
-    parser.add_argument("--count", type=int, default=20, help="comparisons to flip, per room")
+    parser.add_argument(
+        "packages", nargs="+", help="folders of mlxspec/, or PACKAGE/WORD for some files"
+    )
+    parser.add_argument("--count", type=int, default=20, help="comparisons to flip, per package")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for one run of tests")
     arguments = parser.parse_args()
@@ -76,13 +78,13 @@ def main() -> None:
         copy = Path(directory, "mlxspec")
         ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache")
         shutil.copytree(ROOT, copy, ignore=ignored)
-        for chosen in arguments.rooms:
-            room, _, word = chosen.partition("/")
-            paths = [p for p in sorted(ROOT.glob(f"mlxspec/{room}/**/*.py")) if word in p.stem]
+        for chosen in arguments.packages:
+            package, _, word = chosen.partition("/")
+            paths = [p for p in sorted(ROOT.glob(f"mlxspec/{package}/**/*.py")) if word in p.stem]
             places = [(path, *place) for path in paths for place in comparisons(path)]
-            tests = copy / "tests" / room
+            tests = copy / "tests" / package
             if caught(copy, [tests], arguments.limit):
-                sys.exit(f"the tests of {room} fail without a change")
+                sys.exit(f"the tests of {package} fail without a change")
             sample = random.Random(arguments.seed).sample(places, min(arguments.count, len(places)))
             found = 0
             for path, start, end, operator in sample:

@@ -45,7 +45,7 @@ def hold_other_threads() -> None:
         time.sleep(_THREADS_END)  # releases the interpreter's lock
 
 
-_ROOMS = "mlxspec.compat", "mlxspec.engine.", "mlxspec.generation."
+_PACKAGES = "mlxspec.compat", "mlxspec.engine.", "mlxspec.generation."
 _LOOP = "mlxspec.generation.asynchronous"  # runs nothing itself, and waits there for commands
 
 
@@ -57,6 +57,6 @@ def _others_generate() -> bool:
         stack = [frame for frame, _ in walk_stack(top)]
         names = {frame.f_globals.get("__name__", "") for frame in stack} - {_LOOP}
         is_held = any(frame.f_code is hold_at_exit.__code__ for frame in stack)
-        if not is_held and any(name.startswith(_ROOMS) for name in names):
+        if not is_held and any(name.startswith(_PACKAGES) for name in names):
             return True
     return False

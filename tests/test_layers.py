@@ -11,7 +11,7 @@ import mlxspec
 
 PACKAGE = Path(mlxspec.__file__).parent
 # Each may import only those before it. CONTRIBUTING.md has the same order.
-ROOMS = (
+LAYERS = (
     *("errors", "files", "cache_files", "jsonl", "process", "terminal"),
     *("corpus", "drafting", "models", "engine", "distributed"),
     *("generation", "compat", "convert", "bench", "server", "cli"),
@@ -46,24 +46,26 @@ def imports(path: Path) -> list[str]:
     return found
 
 
-def room_of(module: str) -> str | None:
+def layer_of(module: str) -> str | None:
     """Return a module's subpackage; None for the top level and for other packages."""
     parts = module.split(".")
-    return parts[1] if parts[0] == "mlxspec" and len(parts) > 1 and parts[1] in ROOMS else None
+    return parts[1] if parts[0] == "mlxspec" and len(parts) > 1 and parts[1] in LAYERS else None
 
 
-def test_every_file_is_in_a_room() -> None:
+def test_every_file_is_in_a_layer() -> None:
     names = {path.stem if path.is_file() else path.name for path in PACKAGE.iterdir()}
-    assert names - {"__init__", "__main__", "__pycache__", "py", "demo_model"} == set(ROOMS)
+    assert names - {"__init__", "__main__", "__pycache__", "py", "demo_model"} == set(LAYERS)
 
 
 def test_no_import_runs_upwards() -> None:
     upwards = [
         f"{path.relative_to(PACKAGE)} imports {module}"
         for path in PACKAGE.rglob("*.py")
-        if (own := room_of(".".join(("mlxspec", *path.relative_to(PACKAGE).with_suffix("").parts))))
+        if (
+            own := layer_of(".".join(("mlxspec", *path.relative_to(PACKAGE).with_suffix("").parts)))
+        )
         for module in imports(path)
-        if (other := room_of(module)) and ROOMS.index(other) > ROOMS.index(own)
+        if (other := layer_of(module)) and LAYERS.index(other) > LAYERS.index(own)
     ]
     assert upwards == []
 
@@ -82,9 +84,9 @@ def test_no_files_import_each_other() -> None:
     assert sorted(needs) == []
 
 
-def test_the_lower_rooms_know_no_mlx() -> None:
-    for room in WITHOUT_MLX:
-        for path in [*PACKAGE.glob(f"{room}.py"), *(PACKAGE / room).rglob("*.py")]:
+def test_the_lower_layers_do_not_import_mlx() -> None:
+    for layer in WITHOUT_MLX:
+        for path in [*PACKAGE.glob(f"{layer}.py"), *(PACKAGE / layer).rglob("*.py")]:
             own = [m for m in imports(path) if m == "mlx" or m.startswith(("mlx.", "mlx_lm"))]
             assert own == [], path
 
