@@ -199,6 +199,12 @@ def _value(text: str, types: frozenset[str]) -> Any:
     return value
 
 
+def _put(arguments: dict[str, Any], key: str, value: Any) -> None:
+    """Add an argument; raises Unexpected if it has another value already, which would be lost."""
+    if arguments.setdefault(key, value) != value:
+        raise Unexpected
+
+
 def written(arguments: Mapping[str, Any]) -> str:
     """Arguments as JSON."""
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -507,7 +513,7 @@ class _Tags:
                 if mark == self.call_end:
                     break
                 key = yield from _name(read)
-                arguments[key] = tools.value(name, key, (yield from self._value(read)))
+                _put(arguments, key, tools.value(name, key, (yield from self._value(read))))
             calls.add(name, written(arguments))
             after = read.at
             yield from read.space()
@@ -569,7 +575,7 @@ def _pairs(tag: str) -> Callable[[TextReader, Tools, Calls, str], Reading[None]]
             yield from read.space()
             yield from read.one_of(value_tag)
             value = yield from read.enclosed(value_end, key_tag, end)
-            arguments[key.strip()] = tools.value(name, key.strip(), value)
+            _put(arguments, key.strip(), tools.value(name, key.strip(), value))
         calls.add(name, written(arguments))
 
     return read_calls
@@ -602,14 +608,19 @@ def _kimi_k3(read: TextReader, tools: Tools, calls: Calls, marker: str) -> Readi
                 continue
             value, _ = yield from read.find("<|close|>argument<|sep|>")
             schema = {"type": attributes.get("type", "string")}
-            arguments[attributes.get("key", "")] = typed(value, schema, {})
+            _put(arguments, attributes.get("key", ""), typed(value, schema, {}))
         calls.add(name, text or written(arguments))
 
 
 def _attributes(read: TextReader) -> Reading[dict[str, str]]:
     rest, _ = yield from read.find("<|sep|>", most=_LONGEST_TAG)
+    if not _ATTRIBUTES.fullmatch(rest):
+        raise Unexpected
     pairs = re.findall(r'(\w+)="([^"]*)"', rest)
     return {key: value.replace("&quot;", '"').replace("&amp;", "&") for key, value in pairs}
+
+
+_ATTRIBUTES = re.compile(r'(\s*\w+="[^"]*")*\s*')
 
 
 # --- objects of Gemma, calls of Python ---
@@ -648,7 +659,7 @@ def _gemma_object(
         yield from read.space()
         key = yield from _gemma_key(read, quote, schema)
         inner = property_of(schema, key)
-        result[key] = yield from _gemma_value(read, quote, inner, root, depth)
+        _put(result, key, (yield from _gemma_value(read, quote, inner, root, depth)))
         yield from read.space()
         mark = yield from read.one_of(",", "}")
     return result
@@ -741,7 +752,7 @@ def _pythonic(read: TextReader, tools: Tools, calls: Calls, marker: str) -> Read
             yield from read.one_of("=")
             yield from read.space()
             schema = property_of(tools[name], key)
-            arguments[key] = yield from _python_value(read, schema, tools[name])
+            _put(arguments, key, (yield from _python_value(read, schema, tools[name])))
             yield from read.space()
             close = yield from read.one_of(",", ")")
         calls.add(name, written(arguments))

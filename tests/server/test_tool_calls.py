@@ -337,6 +337,15 @@ def test_names_that_no_tool_has_are_text(parser: str, write: Writer) -> None:
     assert found == ("text", output.removesuffix("<|call|>"))
 
 
+@BY_WRITER
+def test_an_argument_with_two_values_keeps_both(parser: str, write: Writer) -> None:
+    written = write(("read", {"path": "first", "note": "second"})).replace("note", "path")
+    parts = OutputParser(format_of(parser))
+    text = "".join(part.text for part in parts.feed(written) + parts.finish())
+    assert "first" in text
+    assert "second" in text
+
+
 @pytest.mark.slow
 @BY_WRITER
 def test_an_output_that_ends_within_a_call_is_text(parser: str, write: Writer) -> None:
@@ -592,6 +601,8 @@ MEANINGS: dict[str, Sequence[tuple[str, Sequence[Event]]]] = {
     "kimi_k3": [
         (text, [("text", text)]) for text in (
             "A:\n<|open|>tools<|sep|>\n<|close|>tools<|sep|>\nB",
+            '<|open|>tools<|sep|><|open|>call tool="read"<|sep|><|open|>argument key="path" type="|'
+            "sep|>a<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|>",
         )
     ],
     "harmony": [
