@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .accept import VerifiedStep, view
 from .candidates import Source, TreeNode
 from .drafter import Drafter, NoDraft, checked_draft, checked_drafter
 from .tree import DraftTree, merge
+
+if TYPE_CHECKING:
+    from .planner import Planner
 
 # Where these come from: notes/planner.md, "Constants".
 _DEPTHS = 8  # depths with their own probabilities; deeper nodes have the last one
@@ -216,6 +219,10 @@ class RecordingDrafter(Drafter):
     @property
     def pipelined(self) -> bool:  # type: ignore[override]  # the drafter's
         return self._drafter.pipelined
+
+    @property
+    def planner(self) -> Planner | None:
+        return self._drafter.planner
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
         self._drafter.attach(target, perturb)

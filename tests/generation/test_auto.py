@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import mlxspec
 from mlxspec import AutoDecoder
 from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.drafting.p_accept import Corrections
+from mlxspec.drafting.sources import RecordingDrafter
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.costs import KeptCosts
 from mlxspec.engine.loaded_model import LoadedModel
@@ -70,6 +72,18 @@ def test_a_planner_and_its_index_end_with_their_generation() -> None:
     decoder.wrap_drafter = lambda drafter: planners.append(weakref.ref(drafter)) or drafter
     list(decoder.stream(PROMPT, 5))
     assert [planner() for planner in planners] == [None]
+
+
+def test_a_recorded_generation_has_the_same_steps_and_gain() -> None:
+    stats = []
+    for wrap in (None, partial(RecordingDrafter, steps=[])):
+        decoder = decoder_with(FLAT)
+        decoder.wrap_drafter = wrap
+        *_, last = decoder.stream(PROMPT, 20)
+        stats.append(last.stats)
+    assert stats[1] == stats[0]
+    assert stats[0].gain is not None
+    assert stats[1].gain == stats[0].gain
 
 
 def test_earlier_outputs_are_drafted_from() -> None:
