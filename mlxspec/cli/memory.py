@@ -441,12 +441,12 @@ def _at(seconds: float) -> str:
 
 def _earned(days: dict[str, dict[str, int]]) -> str:
     """Tokens per step, and the shares of tokens that were accepted drafts, by source."""
-    from ..corpus.answers import SOURCES
+    from ..corpus.answers import ORIGINS
 
     total = Counter[str]()
     for figures in days.values():
         total.update(figures)
     if not (tokens := total["tokens"]):
         return "nothing yet"
-    shares = [f"{total[name] / tokens:.0%} from {name}" for name in SOURCES if total[name]]
+    shares = [f"{total[name] / tokens:.0%} from {name}" for name in ORIGINS if total[name]]
     return ", ".join([f"{tokens / max(1, total['steps']):.2f} tokens per step", *shares])

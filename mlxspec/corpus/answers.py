@@ -80,11 +80,11 @@ KEPT_TOKENS = 50_000_000
 ADDED_TOKENS = 50_000_000
 """The most tokens of added texts per tokenizer."""
 
-SOURCES = ("context", "memory", "prediction", "lookahead", "other")
+ORIGINS = ("context", "memory", "prediction", "lookahead", "other")
 """Where accepted draft tokens came from."""
 
-EARNED = ("steps", "tokens", *SOURCES)
-"""The names of a generation's figures: steps, tokens, and accepted draft tokens by source."""
+EARNED = ("steps", "tokens", *ORIGINS)
+"""The names of a generation's figures: steps, tokens, and accepted draft tokens by origin."""
 
 DATABASE = "answers.sqlite"
 INDEX = ".index"

@@ -15,7 +15,7 @@ from .costs import KnownTime
 
 Identity = dict[str, str | int | float | None]
 """What a machine or a model is known by."""
-Source = Literal["steps", "quick", "careful"]  # the most reliable comes last
+Reliability = Literal["steps", "quick", "careful"]  # the most reliable comes last
 _STEP_TIMES_VERSION = 3
 
 
@@ -59,7 +59,7 @@ class KnownTimes:
     """
 
     times: list[KnownTime]
-    source: Source
+    source: Reliability
     updated: str = field(default_factory=_now)
     name: str = ""
     split: bool | None = None
@@ -71,7 +71,7 @@ class KnownTimes:
     @property
     def rank(self) -> tuple[int, int]:
         """How reliable the times are; greater is better."""
-        return get_args(Source).index(self.source), len(self.times)
+        return get_args(Reliability).index(self.source), len(self.times)
 
 
 TimesByContext = dict[int, KnownTimes]
