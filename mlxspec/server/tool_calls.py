@@ -506,7 +506,7 @@ class _Tags:
                 yield from read.one_of(self.call)
         while True:
             name = tools.checked((yield from _name(read)))
-            arguments = {}
+            arguments: dict[str, Any] = {}
             while True:
                 yield from read.space()
                 mark = yield from read.one_of(self.parameter, self.call_end)
