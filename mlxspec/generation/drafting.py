@@ -70,6 +70,11 @@ class Drafting:
         """The model that a decoder of ``loaded`` runs; both share their weights."""
         return loaded
 
+    @property
+    def draft_model(self) -> LoadedModel | None:
+        """The model that drafts, if there is one."""
+        return None
+
 
 @dataclass(frozen=True)
 class PromptLookup(Drafting):
@@ -144,7 +149,7 @@ class Auto(Drafting):
 
     @property
     def draft_model(self) -> LoadedModel | None:
-        """The draft model of ``extra``'s drafters, if they use one."""
+        """The model of ``extra``'s drafters, if they use one."""
         from ..engine.draft_model import DraftModelDrafter
 
         extra = self.extra() if self.extra else None

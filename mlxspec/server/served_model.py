@@ -190,8 +190,7 @@ class ServedModel:
         self._decoders: dict[str, Decoder] = {}
         """The decoders that draft for one key each, the least recently used first."""
         decoder = self.decoder
-        draft_model = getattr(decoder.drafting, "draft_model", None)
-        self.memory = CacheMemory(decoder.loaded, self.caches, draft_model)
+        self.memory = CacheMemory(decoder.loaded, self.caches, decoder.drafting.draft_model)
         self.cache = PrefixCache(
             decoder.model, self.most_cached, self.caches, decoder.loaded.chunks_matter
         )
@@ -205,7 +204,7 @@ class ServedModel:
     def answer_indexes(self) -> list[AnswerIndex]:
         """The earlier answers to draft from, of all keys."""
         decoders = [self.decoder, *self._decoders.copy().values()]
-        found = (getattr(decoder.drafting, "memory", None) for decoder in decoders)
+        found = [one.drafting.memory for one in decoders if isinstance(one.drafting, Auto)]
         return [memory for memory in found if memory]
 
     @cached_property
