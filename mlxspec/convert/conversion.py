@@ -124,7 +124,6 @@ def _check_finite(directory: Path, source: str | Path) -> None:
     """Check that all weights that were written to a directory are finite.
 
     Args:
-        directory: the directory.
         source: the checkpoint's name, for errors.
     """
     for path in sorted(directory.glob(WEIGHTS)):

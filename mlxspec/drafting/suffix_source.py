@@ -140,7 +140,6 @@ class TextNode:
     """A node of the tree of a text's continuations.
 
     Args:
-        text: the text.
         token: the node's token.
         occurrences: the places in the text where the context's end and the path to this node occur,
             the longest match first.
@@ -208,7 +207,6 @@ class TextRun:
     It yields what :class:`TextNode` would, in a fraction of the time.
 
     Args:
-        text: the text.
         begin: the continuation whose token is the first node.
         depth: the depth of the first node.
         path: returns the tokens from the root's child to the first node's parent.

@@ -34,9 +34,6 @@ from ..drafting.tree import DraftTree
 class TreeRows:
     """The rows of a tree step, that is, of a forward over the nodes of a draft tree.
 
-    Args:
-        tree: the tree.
-
     Attributes:
         depths: each row's position, counted from the end of the cache, (rows,).
         ancestors: bool, (rows, rows): which rows each row attends to.

@@ -47,7 +47,6 @@ def compiled(
     """Compile a constraint, and compute its first mask.
 
     Args:
-        constraint: the constraint.
         tokens: the model's tokens in llguidance's form.
         outline: the parts of the same tokenizer for the other process.
 

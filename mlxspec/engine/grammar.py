@@ -176,7 +176,6 @@ class Grammar:
     """Matches an output against a constraint, token by token.
 
     Args:
-        constraint: the constraint.
         vocabulary: the model's vocabulary.
 
     Raises:

@@ -97,7 +97,6 @@ class Tape:
         """Record a call of one of :data:`RECURRENCES`.
 
         Args:
-            function: the function.
             arguments: its arguments by name.
             returned: the state that it returned.
         """

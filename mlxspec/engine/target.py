@@ -457,7 +457,6 @@ class Target:
         """Run the next tokens of a prompt.
 
         Args:
-            tokens: the tokens.
             ends: whether they are the last ones.
         """
         before, length = Snapshot(self._untrimmable), self.length + len(tokens)

@@ -15,7 +15,6 @@ class TextRun:
     """The text that a batch of tokens adds to a part.
 
     Attributes:
-        part: the part.
         position: the part's position in the answer.
         begins: whether the part begins with this run.
         ends: whether the part ends with this run.

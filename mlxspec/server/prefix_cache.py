@@ -54,7 +54,6 @@ class _Entry:
         tokens: the session's tokens, or the prompt's while the session is lent.
         n_prompt: how many of the tokens a client has sent; the answer's follow.
         partition: a digest of the partition's name.
-        session: the session.
         nbytes: the memory of the session.
         branch: the length up to which a copy of the cache is to be kept, since earlier prompts
             diverge there; 0 for none.
