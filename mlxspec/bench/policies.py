@@ -16,7 +16,7 @@ from ..drafting.prompt_lookup import PromptLookupDrafter
 from ..errors import OptionError
 from ..generation.drafting import Auto
 
-NewDrafter = Callable[[Sequence[int]], Drafter]
+NewDrafter = Callable[[Sequence[int]], Drafter | Planner]
 """Makes the drafter for an output. Only replayed heads read the output."""
 
 NewPlanner = Callable[[Sequence[int]], Planner]

@@ -18,7 +18,7 @@ from ..drafting.accept import VerifiedStep, accept
 from ..drafting.costs import CostCurve, FixedCosts
 from ..drafting.drafter import Drafter, NoDraft
 from ..drafting.p_accept import TokenClasses
-from ..drafting.planner import plan_drafts
+from ..drafting.planner import Planner, plan_drafts
 from ..drafting.tree import DraftTree
 from ..errors import OptionError
 from ..jsonl import load_json
@@ -61,7 +61,7 @@ class Replayed:
         return sum(curve(step.rows) + step.head_time * curve(step.sequences) for step in self.steps)
 
 
-def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter) -> Replayed:
+def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter | Planner) -> Replayed:
     """Let a drafter draft a recorded output.
 
     Args:
@@ -130,14 +130,14 @@ class _Output:
     """
 
     output: Sequence[int]
-    drafter: Drafter
+    drafter: Drafter | Planner
     last: int
     done: int = 0
 
 
 def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[Step, bool]:
     """Run a step of all outputs; also return whether it dispatches the next step."""
-    planners = [planner for one in active if (planner := one.drafter.planner)]
+    planners = [own for one in active if isinstance(own := one.drafter, Planner)]
     if len(active) > 1 and planners:
         plans = plan_drafts(dict.fromkeys(planners, MAX_DEPTH), costs, sequences=len(active))
         for planner, plan in zip(planners, plans, strict=True):

@@ -7,14 +7,11 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import MlxspecError, OptionError
 from .accept import VerifiedStep
 from .tree import DraftTree
-
-if TYPE_CHECKING:
-    from .planner import Planner
 
 
 class Drafter:
@@ -39,13 +36,6 @@ class Drafter:
     is proposed. The next proposal then has to wait for a plain step. This attribute is read after
     every proposal, so it may be a property.
     """
-
-    @property
-    def planner(self) -> Planner | None:
-        """The drafter itself if it plans its drafts by their costs, else None. The planners of
-        sequences that share a step plan it together.
-        """
-        return None
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
         """Receive the target that will verify the drafts; called before :meth:`begin`.
@@ -115,7 +105,7 @@ def checked_drafter(drafter: object) -> Drafter:
     return drafter
 
 
-def checked_draft(proposed: object, drafter: Drafter, last: int) -> DraftTree:
+def checked_draft(proposed: object, drafter: object, last: int) -> DraftTree:
     """Return a drafter's proposal if it is a tree with the root ``last``.
 
     Raises:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from .accept import VerifiedStep
 from .candidates import Candidates, Source, SourceNode, TreeNode
 from .costs import CostCurve, Costs
-from .drafter import Drafter
 from .experience import Experience
 from .heads import HeadSource
 from .sources import forced_chain
@@ -288,8 +287,10 @@ NO_PLAN = Plan()
 """A plain step."""
 
 
-class Planner(Drafter):
+class Planner:
     """Chooses the draft with the greatest gain, given the costs of rows.
+
+    A sequence calls it as it would call a :class:`.drafter.Drafter`.
 
     For each step, it merges the sources' trees and sorts their nodes by probability. It drafts the
     number of nodes that maximises the expected tokens less the price of their time, within the
@@ -330,10 +331,6 @@ class Planner(Drafter):
         self.branching = branching
         self._sources = sources
         self._experience = experience or Experience()
-
-    @property
-    def planner(self) -> Planner:
-        return self
 
     @property
     def _all_sources(self) -> Sequence[Source | HeadSource]:
@@ -425,7 +422,7 @@ class Planner(Drafter):
             log_fault(error)
 
     @property
-    def pipelined(self) -> bool:  # type: ignore[override]
+    def pipelined(self) -> bool:
         """Whether to dispatch the next forward before the next token is known.
 
         This is read when nothing is drafted now. But it may be possible to draft after the next

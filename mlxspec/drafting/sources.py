@@ -114,7 +114,7 @@ class CombinedDrafter(Drafter):
             no draft.
     """
 
-    def __init__(self, first: Drafter, second: Drafter) -> None:
+    def __init__(self, first: Drafter | Planner, second: Drafter) -> None:
         self.first = first
         self.second = second
 
@@ -211,7 +211,7 @@ class RecordingDrafter(Drafter):
         steps: the list to append steps to.
     """
 
-    def __init__(self, drafter: Drafter, steps: list[RecordedStep]) -> None:
+    def __init__(self, drafter: Drafter | Planner, steps: list[RecordedStep]) -> None:
         self._drafter = drafter
         self._steps = steps
         self.branching = drafter.branching
@@ -219,10 +219,6 @@ class RecordingDrafter(Drafter):
     @property
     def pipelined(self) -> bool:  # type: ignore[override]  # the drafter's
         return self._drafter.pipelined
-
-    @property
-    def planner(self) -> Planner | None:
-        return self._drafter.planner
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
         self._drafter.attach(target, perturb)

@@ -48,7 +48,7 @@ class Sequence:
     Args:
         target: the model; its cache holds the context before the prompt.
         prompt: at least one token id.
-        drafter: proposes drafts.
+        drafter: proposes drafts, or plans them by their costs.
         chooser: picks the target's token after each row.
         max_tokens: the most tokens to emit, at least 1.
         ends: called with each emitted token in order; returns True to end the output after it.
@@ -58,6 +58,7 @@ class Sequence:
             other chunks would change the output.
 
     Attributes:
+        planner: the given drafter if it is a planner, even if ``drafter`` then becomes a wrapper.
         length: the number of the context's positions, including the last token's.
         remaining: the number of tokens that may still be emitted.
         finished: whether the output has ended.
@@ -77,7 +78,7 @@ class Sequence:
         self,
         target: Target,
         prompt: abc.Sequence[int],
-        drafter: Drafter,
+        drafter: Drafter | Planner,
         chooser: Chooser,
         *,
         max_tokens: int,
@@ -88,6 +89,7 @@ class Sequence:
         self.prompt = tuple(prompt)  # a copy, which drafters cannot change
         self.target = target
         self.drafter = drafter
+        self.planner = drafter if isinstance(drafter, Planner) else None
         self.chooser = chooser
         chooser.begin(self.prompt)
         self.length = target.length + len(self.prompt) - n_cached
@@ -580,7 +582,7 @@ class Batch:
 
     def _step_together(self, sequences: abc.Sequence[Sequence]) -> list[VerifiedStep | Exception]:
         started = time.perf_counter()
-        planners = {s: own for s in sequences if (own := s.drafter.planner) and not own.failed}
+        planners = {s: own for s in sequences if (own := s.planner) and not own.failed}
         costs, plans = None, [NO_PLAN] * len(planners)
         if planners and (planned := self._planned(lambda: self._plan(sequences, planners))):
             costs, plans = planned
@@ -610,7 +612,7 @@ class Batch:
         Returns:
             NaN if the cost of drafting is not measured, as with a draft model.
         """
-        planner, count = sequence.drafter.planner, step.sequences
+        planner, count = sequence.planner, step.sequences
         if planner is None:
             return math.nan
         own, rows = planner.costs, 1 + step.rows - count

@@ -22,6 +22,7 @@ from ..corpus.answers import SWITCH, identify
 from ..drafting.drafter import Drafter
 from ..drafting.experience import Experience, experience_path
 from ..drafting.p_accept import TokenClasses
+from ..drafting.planner import Planner
 from ..engine.costs import KeptCosts, costs_for, model_identity, with_long_context
 from ..engine.loaded_model import LoadedModel
 from ..engine.model_sizes import context_length
@@ -90,8 +91,8 @@ class Decoder:
         """The model that generations run, with what mlxspec knows about it."""
         self.tokenizer = tokenizer
         evaluate_constants(self.model)
-        self.wrap_drafter: Callable[[Drafter], Drafter] | None = None
-        """Wraps the drafter of each generation, to observe it; None wraps nothing."""
+        self.wrap_drafter: Callable[[Drafter | Planner], Drafter] | None = None
+        """Wraps the drafter or planner of each generation, to observe it; None wraps nothing."""
         self._measuring = threading.Lock()
 
     @property

@@ -46,7 +46,7 @@ class Drafting:
         """A new drafter; None for plain decoding."""
         return checked_drafter(self.maker()) if self.maker else None
 
-    def make(self, decoder: Decoder, grammar: Grammar | None) -> Drafter | None:
+    def make(self, decoder: Decoder, grammar: Grammar | None) -> Drafter | Planner | None:
         """Make the drafter of one generation, which also drafts the tokens that a grammar forces.
 
         Args:
@@ -165,7 +165,7 @@ class Auto(Drafting):
     def with_separate_memory(self, memory_tokens: int) -> Self:
         return replace(self, memory=AnswerIndex(memory_tokens)) if self.memory else self
 
-    def make(self, decoder: Decoder, grammar: Grammar | None) -> Drafter:
+    def make(self, decoder: Decoder, grammar: Grammar | None) -> Drafter | Planner:
         from ..engine.draft_model import DraftModelDrafter
         from ..engine.heads import HeadDrafts
         from ..engine.target import Capability

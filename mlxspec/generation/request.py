@@ -14,6 +14,7 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer
 
 from ..drafting.accept import VerifiedStep
 from ..drafting.drafter import Drafter, NoDraft
+from ..drafting.planner import Planner
 from ..engine import step as steps
 from ..engine.prompt_cache import CacheLease
 from ..engine.sampling import Chooser
@@ -135,8 +136,8 @@ class Request:
         prompt: token ids.
         max_tokens: the most tokens to generate.
         options: as for :meth:`mlxspec.Decoder.stream`; the request checks them.
-        make_drafter: makes the drafter when the request starts, given the output's grammar, if any;
-            None for plain decoding.
+        make_drafter: makes the drafter or planner when the request starts, given the output's
+            grammar, if any; None for plain decoding.
         receive: called with each response.
 
     Raises:
@@ -173,7 +174,7 @@ class Request:
         prompt: Sequence[int],
         max_tokens: int,
         options: GenerationOptions,
-        make_drafter: Callable[[Grammar | None], Drafter | None],
+        make_drafter: Callable[[Grammar | None], Drafter | Planner | None],
         receive: Callable[[GenerationResponse], object] = lambda response: None,
     ) -> None:
         check_names(options)
@@ -231,8 +232,6 @@ class Request:
         grammar = self.constraint.begin(self.max_tokens) if self.constraint else None
         made = self.make_drafter(grammar) if self.takes_drafts else None
         drafter = NoDraft() if made is None else made
-        if decoder.wrap_drafter:
-            drafter = decoder.wrap_drafter(drafter)
         self.output = OutputText(
             decoder.new_detokenizer(), self.stop_tokens, self.stop, self.max_tokens
         )
@@ -248,6 +247,8 @@ class Request:
             n_cached=self.n_cached,
             in_mlx_lms_chunks=decoder.loaded.chunks_matter(length, target.cache),
         )
+        if decoder.wrap_drafter:
+            self.sequence.drafter = decoder.wrap_drafter(drafter)
         self.prefilled = self.n_cached
         self._prefill_started = time.perf_counter()
 

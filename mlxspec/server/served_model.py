@@ -19,6 +19,7 @@ from ..cache_files import cache_directory, read_kept, write_among_newest
 from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
 from ..corpus.suffix_index import MOST_BYTES
 from ..drafting.drafter import Drafter
+from ..drafting.planner import Planner
 from ..engine.costs import forward_memory, machine_identity, model_identity
 from ..engine.loaded_model import LoadedModel
 from ..engine.model_sizes import CacheKind, cache_kinds, context_length
@@ -215,7 +216,7 @@ class ServedModel:
 
     def make_drafter(
         self, prediction: Sequence[int], key: str, grammar: Grammar | None
-    ) -> Drafter | None:
+    ) -> Drafter | Planner | None:
         """The drafter of one generation; called only in the worker's thread.
 
         Args:

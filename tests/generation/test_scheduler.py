@@ -221,16 +221,16 @@ def test_a_fault_of_a_drafter_that_is_planned_with_others_is_its_own() -> None:
     expected = [alone(decoder, prompt, 12) for prompt in PROMPTS[:3]]
     faults = iter(["", "drafter", ""])
 
-    def planner() -> Drafter:
-        fault = next(faults)
-        extra = Failing(fault) if fault else mlxspec.PromptLookupDrafter()
-        sources = [DrafterSource(extra)]
-        return Planner(given_costs(FLAT), sources)
+    class Planned(Drafting):
+        def make(self, *args: object) -> Planner:
+            fault = next(faults)
+            extra = Failing(fault) if fault else mlxspec.PromptLookupDrafter()
+            return Planner(given_costs(FLAT), [DrafterSource(extra)])
 
     scheduler = Scheduler(new_decoder())
     found = [Collected() for _ in expected]
     requests = [
-        submit(scheduler, prompt, collected.add, 12, Drafting(maker=planner))
+        submit(scheduler, prompt, collected.add, 12, Planned())
         for prompt, collected in zip(PROMPTS, found, strict=False)
     ]
     scheduler.run()
