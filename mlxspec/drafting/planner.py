@@ -96,7 +96,7 @@ class Policy:
         """Whether the next step, if it is not a joint step, is a probe: a plain step to measure."""
         return self.gain < _MUCH_GAIN and self.probe_step % _PROBE_ROUND in _PROBE
 
-    def settle(
+    def account_for(
         self,
         step: VerifiedStep,
         cost: float,
@@ -485,7 +485,7 @@ class Planner:
         # While one sequence plans, all wait. The time of heads is part of the cost.
         planning_seconds = step.planning_seconds - (0.0 if plan.joint else plan.head_seconds)
         planning_time = step.sequences * max(planning_seconds, 0.0) / costs.plain_seconds
-        self.policy.settle(
+        self.policy.account_for(
             step, cost, gain=plan.gain, probing=probing, charge=charge, planning_time=planning_time
         )
         for source in self._all_sources:

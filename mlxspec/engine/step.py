@@ -1,4 +1,4 @@
-"""One step of decoding: propose, verify (forward and choose), accept, commit (move and settle).
+"""One step of decoding: propose, verify (forward and choose), accept, commit.
 
 A :class:`Sequence` is one generation, :func:`joint_step` runs a step of one or more sequences, and
 a :class:`Batch` plans their drafts together.
@@ -257,7 +257,7 @@ class Sequence:
                 break
         return Accepted(nodes[: len(tokens)], tokens, tuple(choices))
 
-    def settle(self, accepted: Accepted) -> VerifiedStep:
+    def commit(self, accepted: Accepted) -> VerifiedStep:
         """Commit the accepted rows, which :func:`move_accepted` has moved, and let the drafter
         observe the step.
         """
@@ -414,7 +414,7 @@ def joint_step(
         move_accepted(accepted)
     except Exception as error:  # of the forward that all share
         return [sequence.fault or error for sequence in sequences]
-    steps = each(lambda sequence: sequence.settle(accepted[sequence]), accepted)
+    steps = each(lambda sequence: sequence.commit(accepted[sequence]), accepted)
     return [steps[own] if own.fault is None else own.fault for own in sequences]
 
 

@@ -25,8 +25,8 @@ PLAIN = VerifiedStep(DraftTree.chain(1), (2,), (2,), (), (2,))
 DRAFTED = VerifiedStep(DraftTree.chain(1, [2, 3]), (2, 3, 4), (2, 3, 4), (1, 2), (2, 3, 4))
 
 
-def settle(policy: Policy, step: VerifiedStep, cost: float, *, gain: float = 0.8) -> None:
-    policy.settle(step, cost, gain=gain, probing=False)
+def account_for(policy: Policy, step: VerifiedStep, cost: float, *, gain: float = 0.8) -> None:
+    policy.account_for(step, cost, gain=gain, probing=False)
 
 
 def best(p_accept: list[float], costs: list[float], rate: float) -> tuple[float, int]:
@@ -102,10 +102,10 @@ def test_a_draft_may_risk_more_the_more_it_gains_and_the_more_there_is_to_lose()
 
 def test_the_guard_allows_nothing_after_a_loss_until_it_is_earned_back() -> None:
     policy = Policy()
-    settle(policy, PLAIN, cost=5.0)
+    account_for(policy, PLAIN, cost=5.0)
     assert allowed_shortfall([policy.bank], gain=1.0) < 0.001
     for _ in range(100):
-        settle(policy, PLAIN, cost=1.0)
+        account_for(policy, PLAIN, cost=1.0)
     assert allowed_shortfall([policy.bank], gain=1.0) >= 0.001
 
 
@@ -113,7 +113,7 @@ def test_rate_and_gain_approach_those_of_the_steps() -> None:
     policy = Policy()
     first = policy.rate
     for _ in range(20):
-        settle(policy, DRAFTED, cost=1.5)  # three tokens at a cost of 1.5
+        account_for(policy, DRAFTED, cost=1.5)  # three tokens at a cost of 1.5
     assert policy.rate == pytest.approx(2.0 - (2.0 - first) * 0.9**20)
     assert policy.gain == pytest.approx(0.8 - 0.8 * 0.9**20)
 
@@ -128,7 +128,7 @@ def test_short_outputs_count_as_one_long_one_for_probes() -> None:
             expected.append(long.probes)
             probes.append(short.probes)
             for policy in (short, long):
-                policy.settle(PLAIN, 1.0, gain=0.0, probing=True)
+                policy.account_for(PLAIN, 1.0, gain=0.0, probing=True)
         probe_step = short.probe_step
     assert probes == expected
     assert any(probes)
@@ -138,7 +138,7 @@ def test_drafts_that_gain_much_are_not_interrupted_for_a_measurement() -> None:
     policy = Policy()
     for _ in range(120):
         assert not policy.probes
-        policy.settle(DRAFTED, 1.5, gain=0.8, probing=True)
+        policy.account_for(DRAFTED, 1.5, gain=0.8, probing=True)
 
 
 def test_while_plain_steps_are_wanted_some_consecutive_steps_have_no_draft() -> None:
@@ -146,12 +146,12 @@ def test_while_plain_steps_are_wanted_some_consecutive_steps_have_no_draft() -> 
     probes = []
     for _ in range(120):
         probes.append(policy.probes)
-        policy.settle(DRAFTED, 1.5, gain=0.2, probing=True)
+        policy.account_for(DRAFTED, 1.5, gain=0.2, probing=True)
     runs = [len(list(run)) for probing, run in itertools.groupby(probes) if probing]
     assert len(runs) > 1
     assert all(length > 3 for length in runs)  # a run's first and last steps give no time
     assert sum(runs) < 40
-    policy.settle(DRAFTED, 1.5, gain=0.2, probing=False)
+    policy.account_for(DRAFTED, 1.5, gain=0.2, probing=False)
     assert not policy.probes
 
 

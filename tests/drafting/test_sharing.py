@@ -127,19 +127,19 @@ def test_drafts_are_searched_for_again_though_every_step_takes_time_to_plan() ->
     policy, searches = Policy(), 0
     for _ in range(1000):
         searches += policy.budget >= 0
-        policy.settle(plain_step(), 1.0, gain=0.0, probing=False, planning_time=0.1)
+        policy.account_for(plain_step(), 1.0, gain=0.0, probing=False, planning_time=0.1)
     assert 150 < searches < 250
 
 
 def test_while_drafts_pay_planning_is_never_skipped() -> None:
     policy = Policy()
     for _ in range(100):
-        policy.settle(plain_step(), 1.0, gain=0.3, probing=False, planning_time=0.3)
+        policy.account_for(plain_step(), 1.0, gain=0.3, probing=False, planning_time=0.3)
         assert policy.budget >= 0
     for _ in range(100):  # however long nothing pays, a few steps without planning suffice
-        policy.settle(plain_step(), 1.0, gain=0.0, probing=False, planning_time=0.3)
+        policy.account_for(plain_step(), 1.0, gain=0.0, probing=False, planning_time=0.3)
     for _ in range(26):
-        policy.settle(plain_step(), 1.0, gain=0.0, probing=False)
+        policy.account_for(plain_step(), 1.0, gain=0.0, probing=False)
     assert policy.budget >= 0
 
 

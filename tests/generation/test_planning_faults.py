@@ -40,7 +40,7 @@ OF_ONE = [
     (SuffixSource, "search"),
     (Planner, "_gain_of_chain"),
     (JointPlan, "is_pipelined"),
-    (Policy, "settle"),
+    (Policy, "account_for"),
     (SuffixSource, "observe"),
     (GivenCosts, "record"),
     (GivenCosts, "end"),
