@@ -351,5 +351,5 @@ class Request:
                     self.stats.accepted,
                     self.stats.drafted,
                 )
-            # A finished request must not keep caches and index alive.
-            self.lease = self.sequence = self.prefill = None
+            # A finished request, which only a full collection frees, must not keep what is large.
+            self.lease = self.sequence = self.prefill = self.constraint = None
