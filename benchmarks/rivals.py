@@ -3,7 +3,8 @@
     python benchmarks/rivals.py traces/*.jsonl --tokenizer MODEL --chip all --decoder all
 
 The options are those of ``mlxspec replay``; ``--decoder`` knows these names as well. With
-``--json``, ``benchmarks/plot_replay.py`` draws the result.
+``--json``, ``benchmarks/plot_replay.py`` draws the result. Hindsight always "wins", since it knows
+the outputs: it is a bound, and no decoder.
 """
 
 from __future__ import annotations
