@@ -131,11 +131,6 @@ class LookaheadDrafter(Drafter):
         guess_set_size: int = 7,
         pool_from_prompt: bool = True,
     ) -> None:
-        if window_size == "auto":
-            raise OptionError(
-                "window_size is 'auto', but a window has a fixed size: give a number, or use "
-                "AutoDecoder, which drafts what pays"
-            )
         self.window_size = whole("window_size", window_size)
         self.ngram_size = whole("ngram_size", ngram_size)
         self.guess_set_size = whole("guess_set_size", guess_set_size)

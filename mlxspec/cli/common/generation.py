@@ -62,15 +62,6 @@ _lookup = partial(option_field, of="prompt-lookup", group="With --decoder prompt
 _lookahead = partial(option_field, of="lookahead", group="With --decoder lookahead")
 
 
-class _WindowSize(click.types.IntParamType):
-    """A whole number; "auto" is refused by the name of the decoder that plans its drafts."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "auto":
-            self.fail("a window has a fixed size; --decoder auto drafts what pays", param, ctx)
-        return super().convert(value, param, ctx)
-
-
 @dataclass(frozen=True)
 class DraftingOptions:
     """How to draft; None for an option that is not given.
@@ -116,7 +107,6 @@ class DraftingOptions:
     window_size: int | None = _lookahead(
         "-W --window-size --WINDOW_SIZE W",
         "Columns of the window; 0 uses no window.  [default: 7]",
-        type=_WindowSize(),
     )
     ngram_size: int | None = _lookahead(
         "-N --ngram-size --LEVEL N", "Length of the n-grams.  [default: 5]"
