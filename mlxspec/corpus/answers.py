@@ -80,7 +80,7 @@ KEPT_TOKENS = 50_000_000
 ADDED_TOKENS = 50_000_000
 """The most tokens of added texts per tokenizer."""
 
-ORIGINS = ("context", "memory", "prediction", "lookahead", "other")
+ORIGINS = ("context", "memory", "prediction", "other")
 """Where accepted draft tokens came from."""
 
 EARNED = ("steps", "tokens", *ORIGINS)
@@ -90,7 +90,7 @@ DATABASE = "answers.sqlite"
 INDEX = ".index"
 INDEX_FORMAT = "mlxspec answers index"
 
-_VERSION = 4
+_VERSION = 5
 _BUSY_SECONDS = 30.0
 _PAGE = 500  # rows read at a time
 

@@ -396,7 +396,7 @@ def test_show_says_what_is_kept_and_what_it_earned(home: Path):
     assert list(held["earned"]) == [day.isoformat() for day in days]
     assert held["earned"][days[0].isoformat()] == {
         **{"answers": 1, "steps": 2, "tokens": len(first), "context": 1, "memory": 0},
-        **{"prediction": 0, "lookahead": 0, "other": 0},
+        **{"prediction": 0, "other": 0},
     }
     lines = said("show", "--model", "demo").splitlines()
     assert f"tokenizer  {kept.identity}" in lines
