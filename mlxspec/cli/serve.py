@@ -156,24 +156,11 @@ class ServeOptions:
     concurrency: int = _request_option(
         "--concurrency N", "Answer at most N requests per model at once.", default=8, type=COUNT
     )
-    queue: int = _request_option(
-        "--queue N",
-        "Let at most N more requests wait; further requests get status 429.",
-        default=128,
-        type=click.IntRange(0),
-    )
     max_tokens: int = _request_option(
         "--max-tokens N",
         "Generate at most N tokens if a request sets no limit.",
         default=8192,
         type=COUNT,
-    )
-    stall: float = _request_option(
-        "--stall SECONDS",
-        "Let other prompts delay an answer's next token by at most this long, and by at most three "
-        "steps.",
-        default=0.15,
-        type=click.FloatRange(0, min_open=True),
     )
     grace: float = _request_option(
         "--grace SECONDS",
@@ -294,8 +281,6 @@ def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
         log = serving.enter_context(request_log(options.log_json, quiet, color))
         worker = Worker(
             active=options.concurrency,
-            queued=options.queue,
-            stall=options.stall,
             on_end=lambda request: log(end_record(request)),
             memory=loader.memory,
         )

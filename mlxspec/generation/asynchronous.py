@@ -19,7 +19,7 @@ from ..errors import OptionError
 from .options import GenerationOptions
 from .request import Request
 from .response import GenerationResponse
-from .scheduler import Scheduler
+from .scheduler import STALL, Scheduler
 from .thread_end import hold_at_exit
 
 if TYPE_CHECKING:
@@ -52,17 +52,15 @@ class SchedulerThread:
 
     Args:
         name: the thread's name.
-        stall: as for a :class:`Scheduler`, but for all schedulers together.
 
     Attributes:
         schedulers: the schedulers, by keys of any kind; changed only in the thread.
         ending: the error for further commands, once the thread is ending or has failed.
     """
 
-    def __init__(self, name: str, stall: float = 0.15) -> None:
+    def __init__(self, name: str) -> None:
         self.schedulers: dict[Hashable, Scheduler] = {}
         self.ending: Exception | None = None
-        self.stall = stall
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._outbox: dict[tuple[RequestStream, Any], list[Any]] = {}
         self._lock = threading.Lock()
@@ -150,7 +148,7 @@ class SchedulerThread:
         schedulers = [scheduler for scheduler in self.schedulers.values() if scheduler.has_requests]
         busy = False
         for scheduler in schedulers:
-            scheduler.stall = self.stall / len(schedulers)
+            scheduler.stall = STALL / len(schedulers)
             try:
                 busy |= scheduler.turn(hurried=len(schedulers) > 1)
             except Exception as error:  # from the model: all its generations end

@@ -349,7 +349,6 @@ class Worker(SchedulerThread):
     Args:
         active: the most running generations of a model.
         queued: the most waiting generations of a model.
-        stall: seconds for which running generations may wait while prompts run.
         on_end: called in the worker's thread with each request that has ended.
         memory: the memory that the models share; by default, all that the machine has.
 
@@ -365,11 +364,10 @@ class Worker(SchedulerThread):
         *,
         active: int = 8,
         queued: int = 128,
-        stall: float = 0.15,
         on_end: Callable[[ServedRequest], object] = lambda request: None,
         memory: ServerMemory | None = None,
     ) -> None:
-        super().__init__("mlxspec worker", stall)
+        super().__init__("mlxspec worker")
         self.memory = memory or ServerMemory()
         self.active, self.queued = active, queued
         self.on_end = on_end

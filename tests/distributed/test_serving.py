@@ -77,17 +77,8 @@ class Serving:
 
 @contextmanager
 def serving(model: Path, folder: Path, n: int) -> Iterator[Serving]:
-    """Run a server of ``n`` ranks that takes up to 220 concurrent requests."""
-    command = (
-        "serve",
-        "--model",
-        str(model),
-        "--port",
-        "0",
-        "--no-saved-answers",
-        "--queue",
-        "220",
-    )
+    """Run a server of ``n`` ranks."""
+    command = ("serve", "--model", str(model), "--port", "0", "--no-saved-answers")
     script = ("-m", "tests.support.command", str(folder))
     try:
         with launched(*script, *command, n=n) as launcher:
@@ -140,7 +131,7 @@ def test_requests_at_once_get_what_one_process_generates(
     """
     model: Path = request.getfixturevalue(kind)
     bodies = [asked(number) for number in range(REQUESTS)]
-    with serving(model, tmp_path, n) as server, ThreadPoolExecutor(220) as clients:
+    with serving(model, tmp_path, n) as server, ThreadPoolExecutor(100) as clients:
         cancelled = [clients.submit(server.cancel, **body) for body in bodies[::4]]
         found = [*clients.map(lambda body: server.post(**body), bodies)]
         assert all(future.result() == 200 for future in cancelled)
