@@ -69,12 +69,6 @@ class ReplayOptions:
     drafter: str | None = option_field(
         DRAFTER, "Also replay your own drafter class, alone and with auto."
     )
-    head_curve: str | None = option_field(
-        "--head-curve P,P[,P...]@COST",
-        "Also replay a trained head, alone and with auto. Give the probabilities that the first "
-        "1, 2, … tokens that it drafts are all right, and the time to draft one token in plain "
-        "steps, as in .76,.60,.50,.41@0.08.",
-    )
     decoders: str = option_field(
         "--decoder A,B",
         "The decoders to replay: auto, prompt-lookup, or 'all'.",
@@ -121,7 +115,6 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
       mlxspec replay *.jsonl --tokenizer my_model --html replay.html
       mlxspec replay chats.jsonl --tokenizer my_model --chip all --concurrency 4
       mlxspec replay chats.jsonl --tokenizer my_model --remember 16k,1M,all
-      mlxspec replay chats.jsonl --tokenizer my_model --head-curve .76,.60@0.08
 
     A line of TRACES is an object with "messages", as in OpenAI-style chat logs. It may also have a
     "category", a "model", and "completions", the indices of the messages to replay.
@@ -149,8 +142,7 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
 
 
 def _policies(asked: ReplayOptions) -> dict[str, ReplayPolicy]:
-    """The policies of the requested decoders, drafter, head and memories."""
-    from ..bench.heads import parse_head_curve, policies_with_head
+    """The policies of the requested decoders, drafter and memories."""
     from ..bench.policies import POLICIES, policies_with, policies_with_memory
     from ..bench.prompts import chosen
     from ..drafting.drafter import load_drafter
@@ -158,8 +150,6 @@ def _policies(asked: ReplayOptions) -> dict[str, ReplayPolicy]:
     policies = chosen(asked.decoders, POLICIES)
     if asked.drafter is not None:
         policies |= policies_with(load_drafter(asked.drafter))
-    if asked.head_curve is not None:
-        policies |= policies_with_head(*parse_head_curve(asked.head_curve))
     if asked.remember is not None:
         policies |= policies_with_memory(asked.remember)
     return policies

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -184,43 +183,6 @@ def test_one_output_at_a_time_is_the_default(traces: Path) -> None:
     assert results[0].stdout == results[1].stdout != ""
 
 
-CURVE = ".8,.7@0.05"
-
-
-def test_a_head_is_replayed_alone_and_with_auto(traces: Path) -> None:
-    asked = ("--head-curve", CURVE, "--chip", "linear", "--chip", "M5 Max")
-    result = replay(traces, "--tokenizer", TOKENIZER, "--json", *asked)
-    assert result.exit_code == 0, result.stderr
-    report = json.loads(result.stdout)
-    order = [(one["chip"], one["decoder"]) for one in report["comparison"]]
-    names = "auto", "head", "auto+head"
-    assert order == [(chip, name) for chip in ("linear", "M5 Max") for name in names]
-    auto, head, both = report["comparison"][3:]
-    assert head["speedup"] > 1.2
-    assert both["sets"]["copy"]["speedup"] > head["sets"]["copy"]["speedup"]
-    assert both["sets"]["free"]["speedup"] > auto["sets"]["free"]["speedup"]
-    again = replay(traces, "--tokenizer", TOKENIZER, "--json", *asked)
-    assert again.stdout == result.stdout  # its random hits depend on the output
-
-
-def test_the_table_of_a_head_fits_80_columns(traces: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    result = replay(traces, "--tokenizer", TOKENIZER, "--head-curve", CURVE)
-    assert result.exit_code == 0, result.stderr
-    assert max(map(len, result.stdout.splitlines())) <= 80
-    assert re.search(r"set +outputs +tokens +auto +head +auto\+head", result.stdout)
-    assert re.search(r"wins on M4 Pro", result.stdout)
-
-
-def test_heads_are_compared_with_several_outputs_at_once(traces: Path) -> None:
-    asked = ("--head-curve", CURVE, "--chip", "H200-like", "--concurrency", 2)
-    result = replay(traces, "--tokenizer", TOKENIZER, "--json", *asked)
-    assert result.exit_code == 0, result.stderr
-    auto, head, both = json.loads(result.stdout)["comparison"]
-    assert head["over_plain_batching"] > 1.2
-    assert both["speedup"] > auto["speedup"]
-
-
 ANSWER = "The judge Oscar lives in Denver and is 55 years old."
 
 
@@ -286,8 +248,6 @@ def test_memories_are_compared_with_several_outputs_at_once(repeating: tuple[Pat
         (("--chip", "M4 Max"), "'M4 Max': the nearest known chips are M4 Pro and M3 Max"),
         (("--curve", "missing.json"), "missing.json: not a cost curve"),
         (("--html", "missing/page.html"), "missing/page.html"),
-        (("--head-curve", ".7,.8@0.1"), "--head-curve '.7,.8@0.1': write it like .76,.60,.50,.41@"),
-        (("--head-curve", ".7"), "then '@' and the time to draft one token, in plain steps"),
         (("--remember", ""), "--remember: '' is not a size: give tokens, such as 4096, 16k or 1M"),
         (("--remember", "x"), "--remember: 'x' is not a size"),
         (("--remember", "-5"), "--remember: '-5' is not a size"),

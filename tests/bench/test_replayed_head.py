@@ -7,14 +7,13 @@ import time
 
 import pytest
 
-from mlxspec.bench.heads import ReplayedHead, parse_head_curve, policies_with_head
+from benchmarks.replayed_head import ReplayedHead, policies_with_head
 from mlxspec.bench.policies import AUTO, POLICIES
 from mlxspec.bench.prompts import Completion
 from mlxspec.bench.replay import Replayed, Step, compare, replay, replay_jointly
 from mlxspec.drafting.costs import CostCurve
 from mlxspec.drafting.heads import HeadExperience
 from mlxspec.drafting.tree import DraftTree
-from mlxspec.errors import OptionError
 from tests.bench.test_replay import Scripted
 
 FLAT = CostCurve([(1, 1), (32, 1.3)])
@@ -33,23 +32,6 @@ def replayed_with(
 ) -> Replayed:
     drafter = policies_with_head(*head)[name](curve, b"")(output)
     return replay([1, 2], output, drafter)
-
-
-def test_a_curve_is_read_from_its_text() -> None:
-    assert parse_head_curve(".76,.60, 0.5,.41@0.08") == ([0.76, 0.6, 0.5, 0.41], 0.08)
-    assert parse_head_curve("1@0") == ([1.0], 0.0)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "@", ".7", ".7@", "@0.1", ".7,.8@0.1", "1.1@0.1", "0@0.1", "-.1@0.1", "nan@0.1"),
-        *(".7,@0.1", ".7@-1", ".7@nan", ".7@inf", ".7@1@2", "a@b"),
-    ],
-)
-def test_another_text_is_refused(text: str) -> None:
-    with pytest.raises(OptionError, match=r"--head-curve .*: write it like \.76,"):
-        parse_head_curve(text)
 
 
 def test_drafts_are_right_as_often_as_the_curve_says() -> None:

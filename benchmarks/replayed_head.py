@@ -1,49 +1,33 @@
-"""Estimates what a trained head would add, by replaying drafts with a given acceptance curve."""
+"""Estimate what a trained head would add to the text's drafts, on recorded outputs.
+
+    python benchmarks/replayed_head.py .76,.60,.50,.41 0.08 traces/*.jsonl --tokenizer MODEL \\
+        --chip all --decoder auto,head,auto+head
+
+First give the probabilities that the first 1, 2, … tokens that the head drafts are all right, and
+the time to draft one token, in plain steps of all sequences that draft together. The other options
+are those of ``mlxspec replay``. "head" is the head alone, and "auto+head" the default decoder with
+the head added.
+"""
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import pairwise
 from random import Random
 from typing import Self
 
-from ..drafting.accept import VerifiedStep
-from ..drafting.costs import CostCurve, FixedCosts
-from ..drafting.drafter import NoDraft
-from ..drafting.heads import HeadExperience, HeadSource
-from ..drafting.p_accept import TokenClasses
-from ..drafting.planner import Planner
-from ..drafting.sources import DrafterSource
-from ..errors import OptionError
-from .policies import AUTO, NewPlanner, ReplayPolicy, planned
+from mlxspec.bench.policies import AUTO, POLICIES, NewPlanner, ReplayPolicy, planned
+from mlxspec.cli.replay import replay_command
+from mlxspec.drafting.accept import VerifiedStep
+from mlxspec.drafting.costs import CostCurve, FixedCosts
+from mlxspec.drafting.drafter import NoDraft
+from mlxspec.drafting.heads import HeadExperience, HeadSource
+from mlxspec.drafting.p_accept import TokenClasses
+from mlxspec.drafting.planner import Planner
+from mlxspec.drafting.sources import DrafterSource
 
-_EXAMPLE = ".76,.60,.50,.41@0.08"
 _WRONG = -2  # differs from all tokens, and from -1, which stands for an unknown choice
-
-
-def parse_head_curve(text: str) -> tuple[list[float], float]:
-    """Parse the value of ``--head-curve``, such as ``.76,.60,.50,.41@0.08``.
-
-    Returns:
-        the probabilities that the first 1, 2, … drafted tokens are all right, and the time to draft
-        one token. The unit of time is a plain step of all sequences that draft together.
-
-    Raises:
-        OptionError: the text has another form, or its numbers are out of range.
-    """
-    first, _, last = text.partition("@")
-    with suppress(ValueError):
-        p_reached, cost = [float(number) for number in first.split(",")], float(last)
-        falls = all(0 < p <= before for before, p in pairwise((1.0, *p_reached)))
-        if falls and 0 <= cost < math.inf:
-            return p_reached, cost
-    raise OptionError(
-        f"--head-curve {text!r}: write it like {_EXAMPLE}: the probabilities that the first 1, 2, "
-        "… tokens are all right, none greater than the one before, then '@' and the time to draft "
-        "one token, in plain steps"
-    )
 
 
 class ReplayedHead(HeadSource):
@@ -54,7 +38,7 @@ class ReplayedHead(HeadSource):
 
     Args:
         experience: what heads learn from the outputs, which all share it.
-        p_reached: the probabilities that :func:`parse_head_curve` returns.
+        p_reached: the probabilities that the first 1, 2, … tokens are all right.
     """
 
     def __init__(
@@ -88,7 +72,8 @@ def policies_with_head(p_reached: Sequence[float], cost: float) -> dict[str, Rep
     """Policies with a trained head: the head alone, and the default decoder with the head added.
 
     Args:
-        p_reached, cost: as :func:`parse_head_curve` returns them.
+        p_reached: the probabilities that the first 1, 2, … tokens are all right.
+        cost: the time to draft one token, in plain steps of all sequences that draft together.
     """
 
     def with_head(alone: Callable[[CostCurve, TokenClasses], NewPlanner]) -> ReplayPolicy:
@@ -110,3 +95,9 @@ def policies_with_head(p_reached: Sequence[float], cost: float) -> dict[str, Rep
 
 def _without_text(curve: CostCurve, classes: TokenClasses) -> NewPlanner:
     return lambda output: Planner(FixedCosts(curve), [DrafterSource(NoDraft())], branching=False)
+
+
+if __name__ == "__main__":
+    p_reached, cost = sys.argv.pop(1), sys.argv.pop(1)
+    POLICIES.update(policies_with_head([*map(float, p_reached.split(","))], float(cost)))
+    replay_command()
