@@ -30,8 +30,8 @@ import mlxspec
 
 from ..drafting.drafter import Drafter
 from ..drafting.tree import DraftTree
-from ..engine.costs import machine_identity, model_identity, whole_memory
 from ..engine.loaded_model import LoadedModel
+from ..engine.machine import machine_identity, model_identity, whole_memory
 from ..engine.model_sizes import context_length
 from ..engine.params import SamplingParams
 from ..engine.sampling import Chooser

@@ -206,7 +206,7 @@ def measured_curves(
 def _known(name: str | None, asked: CalibrateOptions) -> list[Report]:
     """The curves in the cache, of one model or of all."""
     from ..drafting.cost_file import CostCache
-    from ..engine.costs import model_identity
+    from ..engine.machine import model_identity
     from ..models.model import load
 
     digest = None

@@ -64,7 +64,7 @@ def inspect_command(model: str | None, adapter_path: str | None, anew: bool, as_
         raise OptionError(f"--adapter-path {adapter_path}: trained heads have no adapters")
     with waiting_bar("Loading", noted="" if is_head else f"loading and examining {model}"):
         # These import mlx-lm, which takes a second.
-        from ..engine.costs import model_identity
+        from ..engine.machine import model_identity
         from ..models.heads.loading import find_head, head_directory, load_lazily, own_head
         from ..models.model import load
 
@@ -95,8 +95,8 @@ def inspect_command(model: str | None, adapter_path: str | None, anew: bool, as_
 
 def _model_report(model: nn.Module, anew: bool) -> dict[str, Any]:
     """A model's properties, and what trial steps have shown."""
-    from ..engine.costs import machine_identity
     from ..engine.loaded_model import LoadedModel
+    from ..engine.machine import machine_identity
     from ..engine.model_sizes import cache_kinds, context_length
 
     loaded = LoadedModel(model, anew=anew)

@@ -35,7 +35,7 @@ def models_command(as_json: bool) -> None:
     the driver recommends; elsewhere, the system's memory. On a CPU, half-precision weights take
     twice their size in memory.
     """
-    from ..engine.costs import whole_memory
+    from ..engine.machine import whole_memory
 
     memory = whole_memory()
     default = model_or_default(None)

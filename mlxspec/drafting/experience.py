@@ -32,7 +32,7 @@ def experience_path(model: Identity) -> Path:
     corrects. So a file from another version is neither read nor replaced.
 
     Args:
-        model: from :func:`mlxspec.engine.costs.model_identity`.
+        model: from :func:`mlxspec.engine.machine.model_identity`.
     """
     prior = files(__package__).joinpath("p_accept_prior.json").read_bytes()
     identity = json.dumps([_EXPERIENCE_VERSION, TOKEN_FEATURES, model], sort_keys=True).encode()

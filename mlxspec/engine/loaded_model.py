@@ -26,8 +26,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from ..cache_files import cache_directory, read_kept, write_among_newest
 from .caches import smallest_window
 from .capability import chain_capability, examine, examine_joint
-from .costs import machine_identity, model_identity
 from .joint import JointMode
+from .machine import machine_identity, model_identity
 from .miniature import miniature
 from .target import Capability
 

@@ -38,8 +38,8 @@ from ..errors import FileError, OptionError
 from ..files import check_writable, replaced
 from .caches import TreeKVCache, TreeQuantizedKVCache, WindowKVCache, cached_length, parts
 from .capability import capability_with
-from .costs import model_identity
 from .loaded_model import LoadedModel
+from .machine import model_identity
 from .params import CacheOptions
 from .target import Capability, Target, target_for
 

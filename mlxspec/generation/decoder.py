@@ -23,8 +23,9 @@ from ..drafting.drafter import Drafter
 from ..drafting.experience import Experience, experience_path
 from ..drafting.p_accept import TokenClasses
 from ..drafting.planner import Planner
-from ..engine.costs import KeptCosts, costs_for, model_identity, with_long_context
+from ..engine.costs import KeptCosts, costs_for, with_long_context
 from ..engine.loaded_model import LoadedModel
+from ..engine.machine import model_identity
 from ..engine.model_sizes import context_length
 from ..engine.target import evaluate_constants
 from ..errors import FileError, OptionError

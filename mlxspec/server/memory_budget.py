@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-from ..engine.costs import free_memory, least_free_memory, whole_memory
 from ..engine.grammar import Vocabulary
+from ..engine.machine import free_memory, least_free_memory, whole_memory
 from ..engine.target import together
 from .api_body import ApiBody
 from .body import ApiError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from mlxspec.engine import costs
+from mlxspec.engine import machine
 from mlxspec.models import on_machine
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from tests.support import command_line
@@ -84,7 +84,7 @@ def test_a_model_fits_if_a_tenth_more_than_its_weights_is_there(monkeypatch: pyt
     assert needed == demo.memory_bytes
     fits = []
     for memory in (needed * 1.09, needed * 1.11):
-        monkeypatch.setattr(costs, "whole_memory", lambda memory=memory: int(memory))
+        monkeypatch.setattr(machine, "whole_memory", lambda memory=memory: int(memory))
         fits.append(listed()["demo"]["fits"])
     assert fits == [False, True]
 

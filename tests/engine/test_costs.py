@@ -19,12 +19,11 @@ from mlxspec.engine.costs import (
     KeptCosts,
     cost_key,
     costs_for,
-    machine_identity,
     measured_contexts,
-    model_identity,
     with_long_context,
 )
 from mlxspec.engine.loaded_model import LoadedModel
+from mlxspec.engine.machine import machine_identity, model_identity
 from mlxspec.engine.patches import split_attention
 from mlxspec.engine.target import Capability
 from tests.support.openblas import needs_openblas
@@ -300,7 +299,7 @@ def test_several_sequences_share_the_memory(monkeypatch: pytest.MonkeyPatch):
 
 _PRINT_BLAS = """
 import mlxspec
-from mlxspec.engine.costs import global_blas
+from mlxspec.engine.machine import global_blas
 print(global_blas())
 """
 

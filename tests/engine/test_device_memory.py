@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 
-from mlxspec.engine.costs import free_memory, whole_memory
+from mlxspec.engine.machine import free_memory, whole_memory
 
 
 def test_memory_is_asked_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,7 +208,7 @@ def test_another_version_of_mlx_or_mlx_lm_is_tried_anew(
         return "9.9" if name == package else version(name)
 
     monkeypatch.setattr(loaded_model, "version", changed)
-    monkeypatch.setattr("mlxspec.engine.costs.version", changed)
+    monkeypatch.setattr("mlxspec.engine.machine.version", changed)
     _ = LoadedModel(random_model("llama")).drafts
     assert len(trials) == 2
 
