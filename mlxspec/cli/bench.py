@@ -61,7 +61,7 @@ class BenchOptions:
     head: str | None = option_field(*HEAD, type=MODEL, group="Model")
     no_head: bool = option_field(*NO_HEAD, default=False, group="Model")
     prompts: tuple[Path, ...] = _prompts(
-        "--prompts --spec-bench FILE",
+        "--prompts FILE",
         "Prompts to answer, such as Spec-Bench's question.jsonl; repeatable.  [default: a small "
         "bundled set]",
         type=FILE,
@@ -105,7 +105,7 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
     Examples:
       mlxspec bench mlx-community/Mistral-7B-Instruct-v0.3-4bit
       mlxspec bench demo --decoder prompt-lookup,mlx-lm --html bench.html
-      mlxspec bench MODEL --spec-bench question.jsonl --limit 10
+      mlxspec bench MODEL --prompts question.jsonl --limit 10
 
     In a JSONL file, each line has "prompt", "messages" or "turns", and optionally "category". The
     whole text of any other file is one prompt. Reports contain no prompts, outputs or paths.

@@ -148,10 +148,6 @@ def test_a_prompt_beyond_the_context_is_counted(
         (("--head", "a", "--decoder", "plain"), "--head is for --decoder auto"),
         (("--temp", "-1"), "temp is -1.0"),
         (("--prompts", "missing.jsonl"), "missing.jsonl: No such file or directory"),
-        (
-            ("--spec-bench", "missing.jsonl"),
-            "missing.jsonl: No such file or directory",
-        ),
         (("--html", "missing/page.html"), "missing/page.html"),
     ],
 )
