@@ -98,6 +98,8 @@ def _without_text(curve: CostCurve, classes: TokenClasses) -> NewPlanner:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     p_reached, cost = sys.argv.pop(1), sys.argv.pop(1)
     POLICIES.update(policies_with_head([*map(float, p_reached.split(","))], float(cost)))
     replay_command()
