@@ -28,7 +28,7 @@ _LEAST_CHUNK, _MOST_CHUNK = 16, 2048
 # Even if nothing waits, a chunk should end soon, since nothing can interrupt it. Chunks of this
 # many tokens are about as fast as larger ones where they take long.
 _SECONDS, _LEAST_ALONE = 1.0, 256
-STALL = 0.15  # seconds that decoding requests wait for prompts at most, in all schedulers together
+STALL = 1.0  # seconds that decoding requests wait for prompts at most, in all schedulers together
 _MOST_STEPS = 3  # plain steps that decoding requests may wait for prompts
 _CHANGE = 0.3  # weight of the newest chunk in the running average of the prefill's speed
 LEAST_UNREAD = 16  # a paused request resumes once this few responses are unread
