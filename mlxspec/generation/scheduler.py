@@ -191,7 +191,6 @@ class Scheduler:
 
     def _prefill(self, hurried: bool) -> None:
         """Run chunks of prompts, at least one, for as long as decoding requests may wait."""
-        started = time.perf_counter()
         self._deadline = math.inf
         while prefilling := self._in(State.PREFILL):
             decoding = bool(self._in(State.DECODE))
@@ -204,8 +203,9 @@ class Scheduler:
                 self._run_together(together)
             else:
                 self._run_chunk(prefilling[0])
-            # Stop even without decoding requests, so that requests can be cancelled.
-            if time.perf_counter() >= min(self._deadline, started + self.stall):
+            # Without decoding requests, stop after each chunk, so that requests can be cancelled.
+            alone = self._deadline == math.inf and self.stall < math.inf
+            if alone or time.perf_counter() >= self._deadline:
                 return
 
     def _note_speed(self, tokens: int, started: float) -> None:
