@@ -29,6 +29,7 @@ _LEAST_CHUNK, _MOST_CHUNK = 16, 2048
 # many tokens are about as fast as larger ones where they take long.
 _SECONDS, _LEAST_ALONE = 1.0, 256
 STALL = 1.0  # seconds that decoding requests wait for prompts at most, in all schedulers together
+_PAUSE = 0.15  # seconds between looks for cancelled requests while only prompts run
 _MOST_STEPS = 3  # plain steps that decoding requests may wait for prompts
 _CHANGE = 0.3  # weight of the newest chunk in the running average of the prefill's speed
 LEAST_UNREAD = 16  # a paused request resumes once this few responses are unread
@@ -191,6 +192,7 @@ class Scheduler:
 
     def _prefill(self, hurried: bool) -> None:
         """Run chunks of prompts, at least one, for as long as decoding requests may wait."""
+        started = time.perf_counter()
         self._deadline = math.inf
         while prefilling := self._in(State.PREFILL):
             decoding = bool(self._in(State.DECODE))
@@ -203,9 +205,10 @@ class Scheduler:
                 self._run_together(together)
             else:
                 self._run_chunk(prefilling[0])
-            # Without decoding requests, stop after each chunk, so that requests can be cancelled.
+            # Stop even without decoding requests, so that requests can be cancelled.
             alone = self._deadline == math.inf and self.stall < math.inf
-            if alone or time.perf_counter() >= self._deadline:
+            end = started + min(self.stall, _PAUSE) if alone else self._deadline
+            if time.perf_counter() >= end:
                 return
 
     def _note_speed(self, tokens: int, started: float) -> None:
