@@ -280,18 +280,27 @@ def test_a_cancelled_generation_writes_nothing_more() -> None:
     assert all(request.done for request in requests)
 
 
-def test_running_generations_go_on_while_a_long_prompt_is_run() -> None:
-    decoder = small_decoder()
-    scheduler = Scheduler(decoder, stall=1e-6)  # chunks of 16 tokens
+def beside_a_long_prompt(scheduler: Scheduler) -> tuple[Collected, int]:
+    """Generate while a prompt of 200 tokens is run.
+
+    Returns:
+        the running generation, and how many tokens it has got meanwhile.
+    """
     running, late = Collected(), Collected()
     submit(scheduler, [7, 3, 9], running.add, 60)
-    while not running.tokens:
+    while len(running.tokens) < 2:
         scheduler.turn()
     before = len(running.tokens)
     submit(scheduler, [(7 * i) % 64 for i in range(200)], late.add, 4)
     while not late.tokens:
         scheduler.turn()
-    assert len(running.tokens) - before >= 200 // 16 - 1
+    return running, len(running.tokens) - before
+
+
+def test_running_generations_go_on_while_a_long_prompt_is_run() -> None:
+    scheduler = Scheduler(small_decoder(), stall=1e-6)  # chunks of 16 tokens
+    running, meanwhile = beside_a_long_prompt(scheduler)
+    assert meanwhile >= 200 // 16 - 1
     scheduler.run()
     assert len(running.tokens) == 60
 
@@ -323,15 +332,8 @@ def test_running_generations_wait_for_a_prompt_no_longer_than_a_few_steps(
 ) -> None:
     monkeypatch.setattr(schedulers, "_MOST_STEPS", 1e-9)  # the least instead of three
     scheduler = Scheduler(small_decoder(), stall=600)
-    running, late = Collected(), Collected()
-    submit(scheduler, [7, 3, 9], running.add, 60)
-    while len(running.tokens) < 2:
-        scheduler.turn()
-    before = len(running.tokens)
-    submit(scheduler, [(7 * i) % 64 for i in range(200)], late.add, 4)
-    while not late.tokens:
-        scheduler.turn()
-    assert len(running.tokens) - before >= 200 // 16 - 1
+    _, meanwhile = beside_a_long_prompt(scheduler)
+    assert meanwhile >= 200 // 16 - 1
     scheduler.close()
 
 
