@@ -37,6 +37,12 @@ def _digest(content: Any) -> str:
     return hashlib.blake2b(_written(content).encode(), digest_size=12).hexdigest()
 
 
+def file_name(key: Any) -> str:
+    """The name of the file for a key, which consists of JSON values."""
+    text = json.dumps(key, sort_keys=True)
+    return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
 def read_kept(what: str, path: Path, read: Callable[[Any], _Kept]) -> _Kept | None:
     """The content of a file; None if it is missing, or None with a warning if it is unusable.
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..cache_files import cache_directory, read_kept, write_kept
+from ..cache_files import cache_directory, file_name, read_kept, write_kept
 from .costs import KnownTime
 
 Identity = dict[str, str | int | float | None]
@@ -37,8 +35,7 @@ class CostKey:
 
     @property
     def file_name(self) -> str:
-        text = json.dumps([_STEP_TIMES_VERSION, self.machine, self.model], sort_keys=True)
-        return f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+        return file_name([_STEP_TIMES_VERSION, self.machine, self.model])
 
 
 def _now() -> str:

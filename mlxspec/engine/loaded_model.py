@@ -8,7 +8,6 @@ miniature of the model if there is one, and otherwise on the model itself (see
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ import mlx.nn as nn
 from mlx_lm.models import base, cache
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cache_files import cache_directory, read_kept, write_among_newest
+from ..cache_files import cache_directory, file_name, read_kept, write_among_newest
 from .caches import smallest_window
 from .capability import chain_capability, examine, examine_joint
 from .joint import JointMode
@@ -199,8 +198,7 @@ class LoadedModel:
             code.update(source.read_bytes() if source.suffix == ".py" else b"")
         ranks = self.group.size() if self.group else 1
         key = [code.hexdigest(), machine_identity(), model_identity(self.model), ranks]
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-        return cache_directory() / "findings" / f"{digest}.json"
+        return cache_directory() / "findings" / file_name(key)
 
     def _keep(self, **found: Any) -> None:
         self.findings = replace(self.findings, **found)

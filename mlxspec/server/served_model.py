@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generation_stream
 
-from ..cache_files import cache_directory, read_kept, write_among_newest
+from ..cache_files import cache_directory, file_name, read_kept, write_among_newest
 from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
 from ..corpus.suffix_index import MOST_BYTES
 from ..drafting.drafter import Drafter
@@ -134,8 +132,7 @@ class CacheMemory:
             *(self.options.max_kv_size, group.size() if group else 1),
             model_identity(self._trained.head) if self._trained else None,
         ]
-        digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-        path = cache_directory() / "forward_memory" / f"{digest}.json"
+        path = cache_directory() / "forward_memory" / file_name(key)
         found = read_kept("memory of forwards", path, tuple[int, float])
         if found is None:
             with mx.stream(generation_stream):
