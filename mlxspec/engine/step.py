@@ -388,7 +388,7 @@ def each(
 
 
 def joint_step(
-    sequences: abc.Sequence[Sequence], joint: Joint | None = None
+    sequences: abc.Sequence[Sequence], joint: Joint | None = None, others_join: bool = False
 ) -> list[VerifiedStep | Exception]:
     """Run one step of each sequence; all forwards are dispatched before the first result is read.
 
@@ -399,6 +399,8 @@ def joint_step(
     Args:
         sequences: sequences of one model, none of them finished.
         joint: runs the rows of all sequences in one forward; required for several sequences.
+        others_join: whether other sequences are about to join. The next step is then not dispatched
+            before they have, since two small forwards take longer than one.
 
     Returns:
         for each sequence, its step, or the exception of its drafter, processor, sampler or forward.
@@ -409,7 +411,8 @@ def joint_step(
     try:
         ready = each(Sequence.take_ahead, [sequence for sequence in proposed if sequence.ahead])
         running = [*ready, *dispatch(waiting, joint)]
-        dispatch_next(running, joint)
+        if not others_join:
+            dispatch_next(running, joint)
         accepted = each(Sequence.accept, running)
         move_accepted(accepted)
     except Exception as error:  # of the forward that all share
@@ -572,15 +575,26 @@ class Batch:
         for costs in self._costs_of.values():
             self._planned(costs.end)
 
-    def step(self, sequences: abc.Sequence[Sequence]) -> list[VerifiedStep | Exception]:
-        """Run one step of each sequence; the result is that of :func:`joint_step`."""
+    def step(
+        self, sequences: abc.Sequence[Sequence], others_join: bool = False
+    ) -> list[VerifiedStep | Exception]:
+        """Run one step of each sequence. The arguments and the result are as for
+        :func:`joint_step`.
+        """
         together = [s for s in sequences if self._joint and self._joint.takes(s.target)]
         outcomes: dict[Sequence, VerifiedStep | Exception] = {}
         if len(together) > 1:
-            outcomes = dict(zip(together, self._step_together(together), strict=True))
-        return [outcomes[s] if s in outcomes else joint_step([s])[0] for s in sequences]
+            steps = self._step_together(together, others_join)
+            outcomes = dict(zip(together, steps, strict=True))
+        for sequence in sequences:
+            if sequence not in outcomes:
+                joins = others_join and sequence in together
+                (outcomes[sequence],) = joint_step([sequence], others_join=joins)
+        return [outcomes[sequence] for sequence in sequences]
 
-    def _step_together(self, sequences: abc.Sequence[Sequence]) -> list[VerifiedStep | Exception]:
+    def _step_together(
+        self, sequences: abc.Sequence[Sequence], others_join: bool
+    ) -> list[VerifiedStep | Exception]:
         started = time.perf_counter()
         planners = {s: own for s in sequences if (own := s.planner) and not own.failed}
         costs, plans = None, [NO_PLAN] * len(planners)
@@ -589,7 +603,7 @@ class Batch:
         for (sequence, planner), plan in zip(planners.items(), plans, strict=True):
             planner.plan = plan
             sequence.uncounted += plan.planning_seconds
-        outcomes = joint_step(sequences, self._joint)
+        outcomes = joint_step(sequences, self._joint, others_join)
         steps = [outcome for outcome in outcomes if isinstance(outcome, VerifiedStep)]
         together = [step for step in steps if step.sequences == len(sequences)]
         if costs and len(together) == len(sequences):

@@ -88,7 +88,8 @@ class Scheduler:
         self.steps = 0
         self._step_seconds = 0.0
         self._plain_seconds = math.inf  # of a step without drafts
-        self._prefill_speed = 0.0  # tokens per second
+        self._least_seconds = math.inf  # the same, the least so far: what any forward takes
+        self._prefill_speed = 0.0  # tokens per second beyond that
         self._prompt_tokens = 0  # that have run
         self._deadline = math.inf  # when this turn's prompts must stop
         self._waiting: deque[Request] = deque()
@@ -208,8 +209,13 @@ class Scheduler:
             # Stop even without decoding requests, so that requests can be cancelled.
             alone = self._deadline == math.inf and self.stall < math.inf
             end = started + min(self.stall, _PAUSE) if alone else self._deadline
-            if time.perf_counter() >= end:
+            if time.perf_counter() + (0.0 if alone else self._forward_seconds) >= end:
                 return
+
+    @property
+    def _forward_seconds(self) -> float:
+        """What a forward takes beside the time of its tokens; 0 if that is not known."""
+        return self._least_seconds if self._least_seconds < math.inf else 0.0
 
     def _note_speed(self, tokens: int, started: float) -> None:
         """Update the prefill's speed, given that ``tokens`` have run since ``started``."""
@@ -217,7 +223,7 @@ class Scheduler:
         seconds = time.perf_counter() - started
         self.prefill_seconds += seconds
         if tokens:
-            speed = tokens / seconds
+            speed = tokens / max(seconds - self._forward_seconds, seconds / 4)
             known = self._prefill_speed or speed
             self._prefill_speed = known + _CHANGE * (speed - known)
 
@@ -227,6 +233,7 @@ class Scheduler:
             return sys.maxsize  # as many as the request's options allow
         alone = self._deadline == math.inf
         seconds = _SECONDS if alone else self._deadline - time.perf_counter()
+        seconds -= self._forward_seconds
         least = _LEAST_ALONE if alone else _LEAST_CHUNK
         return max(least, int(min(_MOST_CHUNK, self._prefill_speed * seconds)))
 
@@ -299,7 +306,7 @@ class Scheduler:
         sequences = [request.sequence for request in requests if request.sequence]
         self.steps += 1
         started = time.perf_counter()
-        outcomes = self._batch.step(sequences)
+        outcomes = self._batch.step(sequences, others_join=bool(self._in(State.PREFILL)))
         self._step_seconds = time.perf_counter() - started
         for request, sequence, outcome in zip(requests, sequences, outcomes, strict=True):
             if isinstance(outcome, VerifiedStep):
@@ -316,6 +323,7 @@ class Scheduler:
             # Only if its time is that of one forward, with no prompt beside it.
             if step.pipelined == step.ahead and self._deadline == math.inf:
                 self._plain_seconds = self._step_seconds / max(1.0, cost)  # 1 if unknown
+                self._least_seconds = min(self._least_seconds, self._plain_seconds)
             request.on_step(step, self._step_seconds, cost)
             for response in request.responses_of(step):
                 if response.finish_reason:
