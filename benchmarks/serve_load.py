@@ -41,15 +41,17 @@ import mlxspec  # before mlx, for OpenBLAS
 import httpx
 from servers import MLXSPEC, event_in, float32_copy, server
 
-from mlxspec.bench.prompts import BenchPrompt, bundled_prompts
+from mlxspec.bench.prompts import BenchPrompt, bundled_prompts, read_prompts
 from mlxspec.models.model_files import DEMO_DIRECTORY
 
+_CHATS = Path(__file__).with_name("chats.jsonl")
 _TOKENS = 160
 _GROUNDED = ("repeat", "rename", "edit JSON", "quote")
 _KINDS = {
     "grounded": _GROUNDED,
     "free": ("free code", "free text"),
     "conversation": _GROUNDED[1:],  # as much as the demo model's context holds
+    "mixed": (),  # all of chats.jsonl, which the demo model has not learned to answer
 }
 _TURNS = "cold", "after others"
 _OURS, _THEIRS = "mlxspec serve", "mlx_lm.server"
@@ -148,19 +150,24 @@ async def ask_until(
 
 
 async def take_turn(address: str, kind: str, clients: int, seconds: float, number: int) -> Turn:
-    """Run several clients at once, each starting with a different prompt."""
+    """Run several clients at once, which start with different prompts, and in each turn with other
+    ones.
+    """
     found = [prompt for prompt in bundled_prompts() if prompt.category in _KINDS[kind]]
+    if kind == "mixed":
+        found = [prompt for prompt in read_prompts(_CHATS) if not prompt.raw]
+    starts = [number // 100 + own * len(found) // clients for own in range(clients)]
     end = time.perf_counter() + seconds
     async with httpx.AsyncClient(base_url=address, timeout=300, verify=False) as client:
         asking = [
             ask_until(
                 client,
-                [*found[own % len(found) :], *found[: own % len(found)]],
+                [found[(start + place) % len(found)] for place in range(len(found))],
                 f"{number + own}-",
                 kind == "conversation",
                 end,
             )
-            for own in range(clients)
+            for own, start in enumerate(starts)
         ]
         answers = await asyncio.gather(*asking)
     tokens = sum(answer.tokens_until(end) for one in answers for answer in one)
@@ -199,7 +206,7 @@ def measure(model: str, title: str, kind: str, clients: int, asked: argparse.Nam
         for name in random.sample([_OURS, _THEIRS], 2):
             with fresh_server(name, model, asked.decoder) as address:
                 for place, turn in enumerate(_TURNS):
-                    number = 1000 * (repeat + 1) + 100 * place
+                    number = 100 * (2 * repeat + place + 1)
                     taken = take_turn(address, kind, clients, asked.seconds, number)
                     found[turn][name].append(asyncio.run(taken))
     for turn in _TURNS:
