@@ -24,9 +24,9 @@ from short_answers import SEED, prompts
 import mlxspec
 from mlxspec import AutoDecoder
 from mlxspec.drafting.chips import known_chip
-from mlxspec.drafting.cost_file import CostCache, KnownTimes
-from mlxspec.drafting.costs import KnownTime
-from mlxspec.engine.costs import KeptCosts, cost_key
+from mlxspec.drafting.cost_file import Calibration, StepTime
+from mlxspec.drafting.costs import LiveCosts
+from mlxspec.engine.calibration import cost_file
 
 _MOST = 160  # tokens of an answer
 _FIRST = 300  # tokens after which drafts should be good
@@ -59,7 +59,7 @@ def main(measurements: int, generations: int, name: str) -> None:
     logging.basicConfig(format="  %(message)s")
     model, tokenizer = mlxspec.load(name)
     chip, good = known_chip("CPU fp32 OpenBLAS").curve, 0.0
-    times = [KnownTime(rows, 0.005 * chip(rows), 0.05) for rows in chip.rows]
+    times = [StepTime(rows, 0.005 * chip(rows), 0.05) for rows in chip.rows]
     for number in range(measurements + 1):
         with tempfile.TemporaryDirectory() as cache:
             os.environ["MLXSPEC_CACHE_DIR"] = cache
@@ -67,8 +67,8 @@ def main(measurements: int, generations: int, name: str) -> None:
             with _load() if number else nullcontext():
                 curve = decoder.costs.curve if number else chip
             if not number:
-                known = {1024: KnownTimes(times, "quick")}
-                decoder.costs = KeptCosts(CostCache(), cost_key(model), known)
+                known = {1024: Calibration(times, "quick")}
+                decoder.costs = LiveCosts(known, cost_file(model))
             costs = ", ".join(f"T({rows}) {curve(rows):.2f}" for rows in (2, 4, 8, 16))
             first, later = _tokens_per_step(decoder, generations)
             good, begun = good or later, "beside other work" if number else "a good curve"

@@ -16,6 +16,7 @@ times at two context lengths, and with the chip's own costs.
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import tempfile
@@ -29,13 +30,12 @@ from mlxspec.engine.loaded_model import LoadedModel
 
 # isort: split
 import numpy as np
-from learned_costs import Machine, Scenario, speeds
+from learned_costs import MEASURED, Machine, Scenario, speeds
 
 from mlxspec.bench.prompts import read_completions
-from mlxspec.drafting.cost_file import CostCache
-from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
-from mlxspec.drafting.measurement import QUICK
-from mlxspec.engine.costs import ModelSteps, cost_key, costs_for
+from mlxspec.drafting.cost_file import Calibration, StepTime
+from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, LiveCosts
+from mlxspec.engine.calibration import ModelSteps, cost_file, costs_for
 from mlxspec.models.tokenizer import VocabularyClasses, load_tokenizer_of
 
 sys.path.append(str(Path(__file__).parents[1]))  # where the tests are
@@ -67,9 +67,9 @@ def predict() -> None:
     )
     target = LoadedModel(model)
     with tempfile.TemporaryDirectory() as directory:
-        cache = CostCache(Path(directory))
-        fresh, corrected = (costs_for(target, cache=cache) for _ in range(2))
-        measured = cache.read(cost_key(model))
+        os.environ["MLXSPEC_CACHE_DIR"] = directory
+        fresh, corrected = (costs_for(target) for _ in range(2))
+        measured = cost_file(model).read()
     for context, known in measured.items():
         print(f"measured behind {context} tokens: {[time.rows for time in known.times]} rows")
     print(f"{'context':>8} {'rows':>5} {'predicted':>10} {'measured':>9} {'error':>6} {'then':>6}")
@@ -126,10 +126,10 @@ class TrueCosts(FixedCosts):
         self.curve = curve(context // 256 * 256)
 
 
-def known_at(context: int) -> list[KnownTime]:
+def known_at(context: int) -> Calibration:
     """What a first measurement of the made-up chip shows."""
-    plain, rows = plain_step(context), sorted({1, *QUICK.rows})
-    return [KnownTime(row, plain * curve(context)(row), 0.1) for row in rows]
+    plain, rows = plain_step(context), (1, *MEASURED)
+    return Calibration([StepTime(row, plain * curve(context)(row), 0.1) for row in rows])
 
 
 def gain(tokenizer: str, traces: Sequence[str]) -> None:

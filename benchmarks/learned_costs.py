@@ -21,10 +21,10 @@ from mlxspec.bench.prompts import Completion, read_completions
 from mlxspec.bench.replay import replay
 from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.chips import known_chip
-from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
+from mlxspec.drafting.cost_file import Calibration, StepTime
+from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, LiveCosts
 from mlxspec.drafting.drafter import Drafter
 from mlxspec.drafting.experience import Experience
-from mlxspec.drafting.measurement import QUICK
 from mlxspec.drafting.p_accept import TokenClasses
 from mlxspec.drafting.planner import Planner, trees_pay
 from mlxspec.drafting.suffix_source import SuffixSource
@@ -33,6 +33,7 @@ from mlxspec.models.tokenizer import VocabularyClasses, load_tokenizer_of
 
 _LIMIT = 5  # conversations of a category
 _CHIPS = ("M2 Pro", "M3 Ultra", "M4 Pro", "CPU fp32 OpenBLAS", "H200-like")
+MEASURED = (2, 4, 5, 6, 8, 10, 12, 16, 32)  # rows
 _PLAIN_STEP = 0.02  # seconds
 _OVERLAP = 0.6  # of a plain step: the part of the next forward that a run's first step computes
 _PHASE = 150  # steps after which the machine's speed changes
@@ -62,16 +63,17 @@ class Scenario:
     only_plain: bool = False
     linear: bool = False
 
-    def known(self, curve: CostCurve) -> list[KnownTime]:
+    def known(self, curve: CostCurve) -> Calibration:
         """The measurement of a machine with this curve."""
         if self.only_plain:
-            return [KnownTime(1, 1.4 * _PLAIN_STEP, 0.4)]
+            return Calibration([StepTime(1, 1.4 * _PLAIN_STEP, 0.4)])
         chance = random.Random(7)
         costs = {1: self.plain}
-        for rows in sorted(QUICK.rows):
+        for rows in MEASURED:
             cost = float(rows) if self.linear else self.drafted * curve(rows)
             costs[rows] = cost * chance.lognormvariate(0, self.error)
-        return [KnownTime(rows, _PLAIN_STEP * cost, 0.1) for rows, cost in costs.items()]
+        times = [StepTime(rows, _PLAIN_STEP * cost, 0.1) for rows, cost in costs.items()]
+        return Calibration(times)
 
 
 _SCENARIOS = {

@@ -22,7 +22,8 @@ from mlxspec.bench.replay import replay
 from mlxspec.corpus.suffix_index import SuffixIndex
 from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.chips import known_chip
-from mlxspec.drafting.costs import CostCurve, FixedCosts, KnownTime, LiveCosts
+from mlxspec.drafting.cost_file import Calibration, StepTime
+from mlxspec.drafting.costs import CostCurve, FixedCosts, LiveCosts
 from mlxspec.drafting.planner import Planner, trees_pay
 from mlxspec.drafting.suffix_source import SuffixSource
 from mlxspec.drafting.tree import DraftTree
@@ -101,8 +102,8 @@ class _TimedPlanner(Planner):
 
     def __init__(self, curve: CostCurve) -> None:
         self._of_rows = curve
-        known = [KnownTime(rows, _PLAIN_STEP * curve(rows), 0.03) for rows in curve.rows]
-        costs = LiveCosts({1024: known})
+        known = [StepTime(rows, _PLAIN_STEP * curve(rows), 0.03) for rows in curve.rows]
+        costs = LiveCosts({1024: Calibration(known)})
         super().__init__(costs, [SuffixSource()], branching=trees_pay(curve))
         self.times: list[float] = []
 

@@ -38,7 +38,7 @@ os.environ["MLXSPEC_CONFIG_DIR"] = tempfile.mkdtemp(prefix="mlxspec-tests-")
 os.environ.pop("MLXSPEC_MODEL", None)
 os.environ.pop("MLXSPEC_API_KEY", None)
 
-import mlxspec.engine.costs  # isort: skip  (before mlx.core)
+import mlxspec.engine.calibration  # isort: skip  (before mlx.core)
 import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, settings
@@ -118,14 +118,16 @@ def shared() -> Path:
 @pytest.fixture(autouse=True)
 def no_note_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accept noisy timings, since other tests run at the same time. Some tests override this."""
-    monkeypatch.setattr(mlxspec.engine.costs, "noise", lambda times: None)
+    monkeypatch.setattr(mlxspec.engine.calibration, "noise", lambda times: None)
 
 
 @pytest.fixture(autouse=True)
 def few_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure long-context costs with few steps. Exact ones would take a second."""
-    few = replace(mlxspec.engine.costs.QUICK_LONG, rows=(2, 4, 8), rounds=2, seconds=60.0)
-    monkeypatch.setattr(mlxspec.engine.costs, "QUICK_LONG", few)
+    few = replace(
+        mlxspec.engine.calibration.LONG_CONTEXT_USE, rows=(2, 4, 8), rounds=2, seconds=60.0
+    )
+    monkeypatch.setattr(mlxspec.engine.calibration, "LONG_CONTEXT_USE", few)
 
 
 @pytest.fixture(autouse=True)

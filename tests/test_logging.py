@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 import mlxspec
-from mlxspec.drafting.cost_file import CostCache, KnownTimes
-from mlxspec.drafting.costs import KnownTime
-from mlxspec.engine import costs
-from mlxspec.engine.costs import costs_for
+from mlxspec.drafting.cost_file import Calibration, StepTime
+from mlxspec.engine import calibration
+from mlxspec.engine.calibration import costs_for
 from mlxspec.engine.loaded_model import LoadedModel
 from tests.support.demo import stand_in_decoder
 from tests.support.llamas import repetitive_llama
@@ -29,11 +28,11 @@ def test_models_costs_and_capabilities_are_logged(
 ) -> None:
     caplog.set_level(logging.INFO, "mlxspec")
     monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path / "cache"))
-    times = [KnownTime(rows, seconds, 0.02 / 1.96, 9) for rows, seconds in MEASURED]
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: KnownTimes(times, "quick"))
+    times = [StepTime(rows, seconds, 0.02 / 1.96, 9) for rows, seconds in MEASURED]
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: Calibration(times, "quick"))
     tokenizer = mlxspec.load("demo")[1]
     for _ in range(2):
-        costs_for(LoadedModel(repetitive_llama()), cache=CostCache(tmp_path))
+        costs_for(LoadedModel(repetitive_llama()))
     decoder = mlxspec.Decoder(repetitive_llama(), tokenizer)
     _ = decoder.loaded.capability, decoder.loaded.joint_mode
     loaded, measured, known, tried, verifies, *_, shares = caplog.messages
@@ -80,10 +79,10 @@ def test_nothing_is_logged_by_the_way_while_a_generation_runs(
 WARNS = """
 import logging, sys
 import mlxspec
-from mlxspec.drafting.cost_file import CostCache, CostKey
+from mlxspec.drafting.cost_file import CostFile
 if sys.argv[1:]:
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-CostCache(__import__("pathlib").Path("/dev/null/x")).update(CostKey({}, {}), {})
+CostFile({}, {}, __import__("pathlib").Path("/dev/null/x")).update({})
 """
 
 

@@ -29,7 +29,7 @@ from .common.output import ProgressBar, ReportOptions, folding_table
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from ..drafting.cost_file import CostKey, KnownTimes
+    from ..drafting.cost_file import Calibration, CostFile
 
 _DIGEST = 8  # characters, enough to distinguish models of one kind and size
 _WIDEST_BAR = 60  # columns
@@ -106,7 +106,7 @@ def calibrate_command(model: str | None, asked: CalibrateOptions, shows: ReportO
 Report = dict[str, Any]
 
 
-def _curve(key: CostKey, context: int, known: KnownTimes) -> Report:
+def _curve(file: CostFile, context: int, known: Calibration) -> Report:
     """The cost curve after a context.
 
     Each of its times has ``rows``, ``seconds``, the ``cost`` T(rows)/T(1), and the ``error``: half
@@ -117,8 +117,8 @@ def _curve(key: CostKey, context: int, known: KnownTimes) -> Report:
     times = known.times
     return {
         "name": known.name or None,
-        "machine": key.machine,
-        "model": key.model,
+        "machine": file.machine,
+        "model": file.model,
         "context": context,
         "source": known.source,
         "updated": known.updated,
@@ -170,22 +170,21 @@ def measured_curves(
     Raises:
         MlxspecError: the times are too noisy; nothing is kept.
     """
-    from ..drafting.cost_file import CostCache
     from ..drafting.measurement import CAREFUL, noise
-    from ..engine import costs
+    from ..engine import calibration
     from ..engine.loaded_model import LoadedModel
     from ..engine.patches import split_attention
 
     for asked in contexts:
-        costs.check_context(model, CAREFUL, asked)
-    cache, loaded = CostCache(), LoadedModel(model)
+        calibration.check_context(model, CAREFUL, asked)
+    file, loaded = calibration.cost_file(model), LoadedModel(model)
     # Shared steps are measured with the split of attention that generation uses.
-    split_attention(loaded, costs.split_length(cache.read(costs.cost_key(model))))
+    split_attention(loaded, calibration.split_length(file.read()))
     found = {}
-    for context in sorted(set(contexts)) or costs.measured_contexts(loaded, sequences):
+    for context in sorted(set(contexts)) or calibration.measured_contexts(loaded, sequences):
         noted = f"measuring step times at a context of {context:,} tokens"
         with ProgressBar("Measuring step times", noted=noted) as measuring:
-            found[context] = costs.calibrate(
+            found[context] = calibration.calibrate(
                 loaded,
                 CAREFUL,
                 context=context,
@@ -198,14 +197,14 @@ def measured_curves(
                 f"{name}: {problem}; the new times are not stored, earlier ones stay: close other "
                 "programs and measure again"
             )
-    key = costs.cost_key(model).of_sequences(sequences)
-    cache.update(key, found)
-    return [_curve(key, context, known) for context, known in found.items()]
+    file = file.of_sequences(sequences)
+    file.update(found)
+    return [_curve(file, context, known) for context, known in found.items()]
 
 
 def _known(name: str | None, asked: CalibrateOptions) -> list[Report]:
     """The curves in the cache, of one model or of all."""
-    from ..drafting.cost_file import CostCache
+    from ..drafting.cost_file import cost_files
     from ..engine.machine import model_identity
     from ..models.model import load
 
@@ -213,11 +212,11 @@ def _known(name: str | None, asked: CalibrateOptions) -> list[Report]:
     if name is not None:
         digest = model_identity(load(name, adapter_path=asked.adapter_path, lazy=True)[0])["digest"]
     return [
-        _curve(key, context, known)
-        for key, times in CostCache().entries()
-        for context, known in sorted(times.items())
-        if digest in (None, key.model["digest"])
-        and (not asked.contexts or context in asked.contexts)
+        _curve(file, context, known)
+        for file in cost_files()
+        if digest in (None, file.model["digest"])
+        for context, known in sorted(file.read().items())
+        if not asked.contexts or context in asked.contexts
     ]
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ..cache_files import cache_directory, file_name, read_kept, write_kept
-from .costs import KnownTime
 
 Identity = dict[str, str | int | float | None]
 """What a machine or a model is known by."""
@@ -17,34 +16,30 @@ Reliability = Literal["steps", "quick", "careful"]  # the most reliable comes la
 _STEP_TIMES_VERSION = 3
 
 
-@dataclass(frozen=True)
-class CostKey:
-    """The machine and the model that step times belong to.
-
-    Attributes:
-        machine: its chip, device and libraries.
-        model: its configuration, data types and quantisation.
-    """
-
-    machine: Identity
-    model: Identity
-
-    def of_sequences(self, count: int) -> CostKey:
-        """The key of the times of steps that ``count`` sequences share."""
-        return replace(self, model={**self.model, "sequences": count}) if count > 1 else self
-
-    @property
-    def file_name(self) -> str:
-        return file_name([_STEP_TIMES_VERSION, self.machine, self.model])
-
-
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 @dataclass(frozen=True)
-class KnownTimes:
-    """Step times at one context length.
+class StepTime:
+    """T(rows) and how well it is known.
+
+    Attributes:
+        rows: the rows of a step; 1 is a pipelined plain step.
+        seconds: its wall time.
+        uncertainty: the relative standard error of ``seconds``.
+        steps: the number of steps that were measured, if the time comes from a measurement.
+    """
+
+    rows: int
+    seconds: float
+    uncertainty: float
+    steps: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The step times of a model on a machine, at one context length.
 
     Attributes:
         times: T(rows), the fewest rows first.
@@ -55,14 +50,14 @@ class KnownTimes:
             :func:`mlxspec.engine.patches.split_attention`. None if that was not measured.
     """
 
-    times: list[KnownTime]
-    source: Reliability
+    times: list[StepTime]
+    source: Reliability = "steps"
     updated: str = field(default_factory=_now)
     name: str = ""
     split: bool | None = None
 
-    def corrected(self, times: list[KnownTime]) -> KnownTimes:
-        """These times, corrected by later steps."""
+    def corrected(self, times: list[StepTime]) -> Calibration:
+        """The same, with times that later steps have corrected."""
         return replace(self, times=times, updated=_now())
 
     @property
@@ -71,52 +66,66 @@ class KnownTimes:
         return get_args(Reliability).index(self.source), len(self.times)
 
 
-TimesByContext = dict[int, KnownTimes]
-"""Step times by context length."""
+def _step_times_directory() -> Path:
+    return cache_directory() / "step_times"
 
 
-def _read_step_times(content: Any) -> tuple[CostKey, TimesByContext]:
-    contexts = {
-        int(context): KnownTimes(**{**known, "times": [KnownTime(**one) for one in known["times"]]})
-        for context, known in content["contexts"].items()
-    }
-    return CostKey(content["machine"], content["model"]), contexts
-
-
-class CostCache:
-    """Keeps step times from process to process, in one file per machine and model.
+@dataclass(frozen=True)
+class CostFile:
+    """The file that keeps the step times of a model on a machine.
 
     If several processes write at the same time, the corrections of the last one are kept, for each
     context length. A file that is damaged or from another version is ignored with a warning, and
     its times are measured again.
 
-    Args:
-        directory: the directory of the files; by default ``step_times`` in :func:`cache_directory`.
+    Attributes:
+        machine: the machine's chip, device and libraries.
+        model: the model's configuration, data types and quantisation.
+        directory: the directory of such files; by default in :func:`cache_directory`.
     """
 
-    def __init__(self, directory: Path | None = None) -> None:
-        self.directory = directory or cache_directory() / "step_times"
+    machine: Identity
+    model: Identity
+    directory: Path = field(default_factory=_step_times_directory)
 
-    def read(self, key: CostKey) -> TimesByContext:
-        """The times that are kept for a key; empty if there are none that can be used."""
-        found = read_kept("step times", self.directory / key.file_name, _read_step_times)
+    def of_sequences(self, count: int) -> CostFile:
+        """The file for steps that ``count`` sequences share."""
+        return replace(self, model={**self.model, "sequences": count}) if count > 1 else self
+
+    @property
+    def path(self) -> Path:
+        return self.directory / file_name([_STEP_TIMES_VERSION, self.machine, self.model])
+
+    def read(self) -> dict[int, Calibration]:
+        """What is known, by context length; empty if there is nothing that can be used."""
+        found = read_kept("step times", self.path, _read_step_times)
         return found[1] if found else {}
 
-    def entries(self) -> list[tuple[CostKey, TimesByContext]]:
-        """All times that can be used, of all machines and models."""
-        paths = sorted(self.directory.glob("*.json"))
-        found = [read_kept("step times", path, _read_step_times) for path in paths]
-        return [one for one in found if one]
-
-    def update(self, key: CostKey, found: Mapping[int, KnownTimes]) -> None:
-        """Replace the times of these context lengths, unless those that are kept are better.
+    def update(self, found: Mapping[int, Calibration]) -> None:
+        """Replace the times at these context lengths, unless those that are kept are better.
 
         A careful measurement is replaced only by another. Of two measurements of the same kind, the
         one with more numbers of rows is kept.
         """
-        kept = self.read(key)
+        kept = self.read()
         for context, known in found.items():
             if context not in kept or kept[context].rank <= known.rank:
                 kept[context] = known
-        content = {**vars(key), "contexts": dict(sorted(kept.items()))}
-        write_kept(self.directory / key.file_name, content)
+        contexts = dict(sorted(kept.items()))
+        content = {"machine": self.machine, "model": self.model, "contexts": contexts}
+        write_kept(self.path, content)
+
+
+def cost_files() -> list[CostFile]:
+    """The files of all machines and models, as far as they can be used."""
+    paths = sorted(_step_times_directory().glob("*.json"))
+    found = [read_kept("step times", path, _read_step_times) for path in paths]
+    return [one[0] for one in found if one]
+
+
+def _read_step_times(content: Any) -> tuple[CostFile, dict[int, Calibration]]:
+    contexts = {
+        int(context): Calibration(**{**known, "times": [StepTime(**one) for one in known["times"]]})
+        for context, known in content["contexts"].items()
+    }
+    return CostFile(content["machine"], content["model"]), contexts

@@ -1,6 +1,6 @@
 """The verify cost T(M)/T(1): the cost of a step over M rows, in plain steps.
 
-A :class:`CostCurve` is fixed. :class:`LiveTimes` has the times by rows and context length, which
+A :class:`CostCurve` is fixed. :class:`TimeFilter` has the times by rows and context length, which
 every step corrects. :class:`LiveCosts` derives the costs for one generation from these times.
 """
 
@@ -9,15 +9,17 @@ from __future__ import annotations
 import copy
 import math
 import threading
+import time
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Self
 
 import numpy as np
 
 from ..errors import OptionError
+from .cost_file import Calibration, CostFile, StepTime
 
 
 class CostCurve:
@@ -174,23 +176,6 @@ STEP_SECONDS = 1e-6, 1e4
 """The least and the most seconds of a step; times outside were measured wrongly."""
 
 
-@dataclass(frozen=True)
-class KnownTime:
-    """T(rows) and how well it is known.
-
-    Attributes:
-        rows: the rows of a step; 1 is a pipelined plain step.
-        seconds: its wall time.
-        uncertainty: the relative standard error of ``seconds``.
-        steps: the number of steps that were measured, if the time comes from a measurement.
-    """
-
-    rows: int
-    seconds: float
-    uncertainty: float
-    steps: int = field(default=0, compare=False)
-
-
 @dataclass(slots=True)
 class _Rows:
     """What is known about steps with one number of rows.
@@ -214,7 +199,7 @@ class _Rows:
     off: int = 0
 
 
-class LiveTimes:
+class TimeFilter:
     """T(rows, context): the time of a step, corrected by every step.
 
     A step's time grows linearly with the context, since attention reads every position of it. The
@@ -247,7 +232,7 @@ class LiveTimes:
         overhead: the running average of the sync overhead.
     """
 
-    def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
+    def __init__(self, known: Mapping[int, Iterable[StepTime]]) -> None:
         self._contexts = sorted(known)
         measured = [
             {time.rows: time for time in known[context] if time.rows <= WIDEST}
@@ -387,7 +372,7 @@ class LiveTimes:
         self._steps_since_doubt, self._widest_since_doubt = 0, 1
         self._forget_curves()
 
-    def known(self, *, assumed: bool = True) -> dict[int, list[KnownTime]]:
+    def known(self, *, assumed: bool = True) -> dict[int, list[StepTime]]:
         """The times as corrected so far, by context length, at the machine's usual speed.
 
         Args:
@@ -397,14 +382,14 @@ class LiveTimes:
         found = {}
         for context in self._contexts:
             plain = self._seconds(self._plain, context)
-            times = [KnownTime(1, plain, self.stddev)]
+            times = [StepTime(1, plain, self.stddev)]
             for rows, own in sorted(self._rows.items()):
                 if assumed or rows <= self._measured or own.latest is not None:
                     seconds = self._seconds(own, context) * math.exp(self._correction(own))
                     # Without the doubt, short processes would trust wrong times for ever.
                     doubt = self._doubt_of(rows) / _OWN_SHARE
                     variance = own.variance + doubt + exponent * own.power**2
-                    times.append(KnownTime(rows, seconds, math.sqrt(variance)))
+                    times.append(StepTime(rows, seconds, math.sqrt(variance)))
             found[context] = times
         return found
 
@@ -564,23 +549,44 @@ _PLAIN_STEPS_PER_LESSON = 8  # consecutive steps; learning from every one would 
 _LEAST_CONTEXT_STEP = 64  # positions
 _MOST_STDDEV = 0.04  # of the drafted steps' shared term; beyond it, plain steps are wanted
 _OTHER_SEQUENCES = 0.15  # uncertainty of a cost measured with another number of sequences
+_SECONDS_BETWEEN_SAVES = 30.0
+
+LONG_CONTEXT = 500
+"""The least length of a long context, in tokens; attention to fewer takes a small part of a step.
+"""
 
 
 class LiveCosts:
     """T(rows)/T(1) at the current context length, corrected by every step.
 
-    Concurrent generations learn together, but each uses its own :meth:`for_generation`.
+    Concurrent generations learn together, but each uses its own :meth:`for_generation`. With a
+    file, the next process begins with the corrected times.
 
     Args:
-        known: the measured times, as for :class:`LiveTimes`.
+        found: the times to begin with, for at least one context length.
+        file: the file that keeps the corrected times; with None, nothing is saved.
+        clock: returns the time in seconds.
 
     Attributes:
+        found: as given.
+        file: as given.
         steps: the number of steps that this generation, or these sequences, have recorded.
+        wants_long_context: whether a generation has had a long context, and only the times after
+            short ones are known; see :func:`mlxspec.engine.calibration.with_long_context`.
+        tried_long_context: whether this process has tried to measure after a long context.
     """
 
-    def __init__(self, known: Mapping[int, Iterable[KnownTime]]) -> None:
+    def __init__(
+        self,
+        found: Mapping[int, Calibration],
+        file: CostFile | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.found, self.file, self._clock = found, file, clock
+        self.wants_long_context = self.tried_long_context = False
+        self._next_save = clock()
         self._lock = threading.RLock()
-        self._live = LiveTimes(known)
+        self._live = TimeFilter({context: known.times for context, known in found.items()})
         self._joint: dict[int, LiveCosts] = {}
         self._context = 0
         self._begin_run()
@@ -595,23 +601,28 @@ class LiveCosts:
         """The costs of joint steps of ``count`` sequences, which only such steps correct.
 
         One row stands for a plain step of all sequences, and each further row is a draft row. Until
-        joint steps have run, a joint step is assumed to cost as much as a step of one sequence with
-        the same number of rows, except that each sequence attends to its own context. The sync
-        overhead is assumed to be the same.
+        joint steps have run, in this process or an earlier one, a joint step is assumed to cost as
+        much as a step of one sequence with the same number of rows, except that each sequence
+        attends to its own context. The sync overhead is assumed to be the same.
         """
         with self._lock:
             if count not in self._joint:
-                known = _beside(self._live.known(), count)
-                self._joint[count] = self._begun_with(known, count)
-                self._joint[count]._live.overhead = self._live.overhead
+                file = self.file.of_sequences(count) if self.file else None
+                found = file.read() if file else {}
+                if not found:
+                    assumed = _beside(self._live.known(), count)
+                    found = {context: Calibration(times) for context, times in assumed.items()}
+                joint = self._joint[count] = type(self)(found, file, self._clock)
+                joint._live.overhead = self._live.overhead
             return self._joint[count].for_generation()
 
-    def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
-        """New costs for ``count`` sequences, which begin with ``known``."""
-        return LiveCosts(known)
-
     def end(self) -> None:
-        """Do nothing at the end of the generation."""
+        """Save what a generation has learned, unless the last save is recent."""
+        is_new = self._context >= LONG_CONTEXT > max(self.found)
+        self.wants_long_context = is_new and not self.tried_long_context
+        if self.file and self._clock() >= self._next_save:
+            self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
+            self.file.update(self.known())
 
     def _begin_run(self) -> None:
         """Forget the latest steps, since each generation has its own runs of steps."""
@@ -636,7 +647,7 @@ class LiveCosts:
 
     @property
     def hopeful(self) -> CostCurve:
-        """The curve to plan drafts with; see :meth:`LiveTimes.hopeful`."""
+        """The curve to plan drafts with; see :meth:`TimeFilter.hopeful`."""
         with self._lock:
             return self._live.hopeful(self._context)
 
@@ -705,13 +716,14 @@ class LiveCosts:
             self._plain_steps = 0
         self._live.record(rows, self._context, seconds)
 
-    def known(self) -> dict[int, list[KnownTime]]:
+    def known(self) -> dict[int, Calibration]:
         """The times that were measured or learned, by context length."""
         with self._lock:
-            return self._live.known(assumed=False)
+            known = self._live.known(assumed=False)
+        return {context: self.found[context].corrected(times) for context, times in known.items()}
 
 
-def _beside(known: Mapping[int, Sequence[KnownTime]], count: int) -> dict[int, list[KnownTime]]:
+def _beside(known: Mapping[int, Sequence[StepTime]], count: int) -> dict[int, list[StepTime]]:
     """Convert times of one sequence to those of ``count``, whose plain step has ``count`` rows.
 
     Each sequence attends to its own context. So a longer context adds ``count`` times what it adds
@@ -728,7 +740,7 @@ def _beside(known: Mapping[int, Sequence[KnownTime]], count: int) -> dict[int, l
         added = count * np.interp(np.array(widths) / count, rows, growth)
         errors = [max(time.uncertainty for time in times if time.rows <= own) for own in widths]
         converted[context] = [
-            KnownTime(
+            StepTime(
                 own - count + 1,
                 plain * curve(own) + float(more),
                 math.hypot(error, _OTHER_SEQUENCES),

@@ -6,12 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
-from typing import Literal
 
-from .costs import STEP_SECONDS, KnownTime
-
-ShareDone = Callable[[float], None]
-"""Called with the fraction of a measurement that is done, from 0 to 1."""
+from .cost_file import Reliability, StepTime
+from .costs import STEP_SECONDS
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,7 @@ class MeasurementPlan:
         seconds: the time limit, prefill included. A step that would exceed it does not start.
         least_uncertainty: the least relative error of a time: repetition does not reveal all of it.
         source: the ``source`` of the measured times; see
-            :class:`mlxspec.drafting.cost_file.KnownTimes`.
+            :class:`mlxspec.drafting.cost_file.Calibration`.
     """
 
     rows: tuple[int, ...]
@@ -34,7 +31,7 @@ class MeasurementPlan:
     plain_tokens: int
     seconds: float
     least_uncertainty: float
-    source: Literal["steps", "quick", "careful"]
+    source: Reliability
 
     @property
     def tokens(self) -> int:
@@ -53,21 +50,6 @@ class MeasurementPlan:
 # flat from there to 32 (see chips.json). So both sides of the bend are measured before the rows in
 # between. Some kernels read the weights once for every five rows, which makes costs jump after 5
 # and 10 rows; others jump after 13. Both sides of these jumps are measured, too.
-QUICK = MeasurementPlan(
-    rows=(2, 4, 8, 16, 5, 6, 10, 12, 32),
-    rounds=20,
-    plain_tokens=5,
-    seconds=1.8,
-    least_uncertainty=0.08,
-    source="quick",
-)
-# Used after a long context. Other rows are derived from these.
-QUICK_LONG = replace(QUICK, rows=(4, 8, 16), rounds=8, plain_tokens=3, seconds=1.1)
-# Used before a model's first generation, whose first token should not wait. The costs of drafts
-# then begin with typical ones, which the first few drafted steps correct.
-FIRST = replace(
-    QUICK, rows=(), rounds=1, plain_tokens=3, seconds=0.5, least_uncertainty=0.1, source="steps"
-)
 CAREFUL = MeasurementPlan(
     rows=(2, 4, 8, 16, 32, 5, 6, 10, 12, 3, 24, 64, 13, 7, 9, 14, 20, 28, 33, 40, 48),
     rounds=20,
@@ -75,6 +57,15 @@ CAREFUL = MeasurementPlan(
     seconds=30.0,
     least_uncertainty=0.02,
     source="careful",
+)
+# Used before a model's first generation, whose first token should not wait. The costs of drafts
+# then begin with typical ones, which the first few drafted steps correct.
+FIRST_USE = MeasurementPlan(
+    rows=(), rounds=1, plain_tokens=3, seconds=0.5, least_uncertainty=0.1, source="steps"
+)
+# Used after a first long context. Other rows are derived from these.
+LONG_CONTEXT_USE = MeasurementPlan(
+    rows=(4, 8, 16), rounds=8, plain_tokens=3, seconds=1.1, least_uncertainty=0.08, source="quick"
 )
 
 
@@ -85,11 +76,10 @@ _ERROR_OF_ONE = 0.4  # the relative error of a single time, or more if plain ste
 _CONFIDENCE = 1.96  # standard errors: half the width of a 95 % confidence interval
 _MOST_ERROR = 0.25  # the largest relative error of a cost by which drafts can be chosen
 _MOST_FALL = 2.0  # the factor by which a cost may fall when rows are added; kernels cause less
-COST_PER_ROW = (0.2, 2.5)
-"""T(M) is from 0.2·T(1) to 2.5·M·T(1). Times outside these bounds were disturbed."""
+_MOST_COST_PER_ROW = 2.5  # plain steps; a time that shows more was disturbed
 
 
-def cost_errors(times: Sequence[KnownTime]) -> list[float]:
+def cost_errors(times: Sequence[StepTime]) -> list[float]:
     """The relative errors of T(M)/T(1) to show after "±": half the widths of the 95 % intervals.
 
     Args:
@@ -102,7 +92,7 @@ def cost_errors(times: Sequence[KnownTime]) -> list[float]:
     return [0.0, *(_CONFIDENCE * math.hypot(plain, other) for other in others)]
 
 
-def noise(times: Sequence[KnownTime]) -> str | None:
+def noise(times: Sequence[StepTime]) -> str | None:
     """A clause that says why a measurement cannot be used; None if it can.
 
     It cannot be used if half of the costs are known only to ± 25 % or worse, if some rows cost less
@@ -128,7 +118,7 @@ def noise(times: Sequence[KnownTime]) -> str | None:
     slowest = plain
     for time in others:
         falls = time.seconds * _MOST_FALL < slowest.seconds
-        if falls or time.seconds > COST_PER_ROW[1] * time.rows * plain.seconds:
+        if falls or time.seconds > _MOST_COST_PER_ROW * time.rows * plain.seconds:
             other = slowest if falls else plain
             return (
                 f"the times contradict each other: {other.rows} rows took "
@@ -145,8 +135,8 @@ def measure(
     max_rows: int,
     started: float,
     clock: Callable[[], float],
-    on_progress: ShareDone | None = None,
-) -> list[KnownTime]:
+    on_progress: Callable[[float], None] | None = None,
+) -> list[StepTime]:
     """Measure T(rows) in rounds over all numbers of rows, so that slow moments affect all equally.
 
     The first step of each number of rows warms up and does not count. Plain steps are measured
@@ -192,7 +182,7 @@ def _predicted(samples: dict[int, list[float]], rows: int) -> float:
     return min(samples[measured]) * rows / measured
 
 
-def _summary(rows: int, seconds: list[float], spread: float) -> KnownTime:
+def _summary(rows: int, seconds: list[float], spread: float) -> StepTime:
     """T(rows): the lower quartile of ``seconds``, or their minimum if there are only a few.
 
     Other programs can only make steps longer. If they delay every other step, the quartile is still
@@ -207,7 +197,7 @@ def _summary(rows: int, seconds: list[float], spread: float) -> KnownTime:
     seconds = [max(STEP_SECONDS[0], one) for one in seconds]  # a coarse clock may return 0
     if len(seconds) < _FEW:
         error = max(_ERROR_OF_ONE, spread) / math.sqrt(len(seconds))
-        return KnownTime(rows, min(seconds), error / _CONFIDENCE, len(seconds))
+        return StepTime(rows, min(seconds), error / _CONFIDENCE, len(seconds))
     low, _, _ = quantiles(seconds, n=4, method="inclusive")
     # The number of times below the true quartile has a binomial distribution, whatever that of the
     # times. So the quartile is between two of the sorted times with a probability of 95 %. A few
@@ -216,4 +206,4 @@ def _summary(rows: int, seconds: list[float], spread: float) -> KnownTime:
     reach = _CONFIDENCE * math.sqrt(mean * 3 / 4)
     first, last = max(1, round(mean - reach)), min(len(seconds), round(mean + reach))
     error = (ordered[last - 1] - ordered[first - 1]) / 2 / low
-    return KnownTime(rows, low, error / _CONFIDENCE, len(seconds))
+    return StepTime(rows, low, error / _CONFIDENCE, len(seconds))

@@ -208,8 +208,8 @@ def split_attention(loaded: LoadedModel, least_keys: int | None) -> None:
     MLX's fused attention for few rows is limited to 8 rows, and to 32 queries over the heads that
     share keys (mlx 0.32, ``scaled_dot_product_attention.cpp``). Wider drafts cannot use it, and
     take several times as long after a long context (mlx#3826). Calls within these limits give the
-    same result, except for rounding. :func:`mlxspec.engine.costs.calibrate` measures whether they
-    are faster.
+    same result, except for rounding. :func:`mlxspec.engine.calibration.calibrate` measures whether
+    they are faster.
 
     Args:
         least_keys: the number of keys from which attention is split; None never splits it.

@@ -19,11 +19,12 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
 from ..corpus.answers import SWITCH, identify
+from ..drafting.costs import LiveCosts
 from ..drafting.drafter import Drafter
 from ..drafting.experience import Experience, experience_path
 from ..drafting.p_accept import TokenClasses
 from ..drafting.planner import Planner
-from ..engine.costs import KeptCosts, costs_for, with_long_context
+from ..engine.calibration import costs_for, with_long_context
 from ..engine.loaded_model import LoadedModel
 from ..engine.machine import model_identity
 from ..engine.model_sizes import context_length
@@ -111,14 +112,14 @@ class Decoder:
         return detokenizer_of(self.tokenizer)
 
     @cached_property
-    def costs(self) -> KeptCosts:
+    def costs(self) -> LiveCosts:
         """The costs of steps, read from the cost file, or begun with a few plain steps now."""
         with self._measuring:  # threads must not disturb each other's measurements
             if "costs" not in vars(self):
                 self.costs = costs_for(self.loaded)
             return self.costs
 
-    def next_costs(self) -> KeptCosts:
+    def next_costs(self) -> LiveCosts:
         """The costs for a new generation.
 
         It begins with the latest one's context length and time of the last save. If that one had a

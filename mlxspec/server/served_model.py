@@ -18,7 +18,7 @@ from ..corpus.answer_index import MAX_TOKENS, AnswerIndex
 from ..corpus.suffix_index import MOST_BYTES
 from ..drafting.drafter import Drafter
 from ..drafting.planner import Planner
-from ..engine.costs import forward_memory
+from ..engine.calibration import forward_memory
 from ..engine.loaded_model import LoadedModel
 from ..engine.machine import machine_identity, model_identity
 from ..engine.model_sizes import CacheKind, cache_kinds, context_length

@@ -19,7 +19,8 @@ from mlxspec.bench.measure import (
     run,
 )
 from mlxspec.bench.prompts import BenchPrompt, bundled_prompts
-from mlxspec.drafting.costs import KnownTime, LiveCosts
+from mlxspec.drafting.cost_file import Calibration, StepTime
+from mlxspec.drafting.costs import LiveCosts
 from mlxspec.engine.sampling import SamplingParams
 from mlxspec.errors import PromptError
 from mlxspec.generation.decoder import Decoder
@@ -214,10 +215,9 @@ def test_a_conversation_that_the_template_refuses_is_an_error(endless: tuple) ->
 class FlatCosts(LiveCosts):
     """Costs at which every step takes the same time; they never change."""
 
-    wants_long_context = False
-
     def __init__(self) -> None:
-        super().__init__({1024: [KnownTime(1, 1.0, 0.01), KnownTime(64, 1.0, 0.01)]})
+        times = [StepTime(1, 1.0, 0.01), StepTime(64, 1.0, 0.01)]
+        super().__init__({1024: Calibration(times)})
 
     def _record(self, rows: int, seconds: float, pipelined: bool) -> None: ...
 

@@ -19,7 +19,7 @@ from mlxspec.cli.explain import explain_command
 from mlxspec.cli.generate import generate_command
 from mlxspec.cli.inspect import inspect_command
 from mlxspec.cli.serve import serve_command
-from mlxspec.engine.costs import cost_key
+from mlxspec.engine.calibration import cost_file
 from mlxspec.models.model import load
 from mlxspec.models.model_files import DEMO_DIRECTORY
 from tests.support.adapters import write_adapters
@@ -94,9 +94,9 @@ def test_a_chat_s_other_models_go_without_them(lora: Path) -> None:
     assert said.split() == [*adapted, *plain, *adapted]
 
 
-def test_their_step_times_have_a_key_of_their_own(lora: Path, dora: Path) -> None:
-    keys = [cost_key(load("demo", adapter_path=path)[0]) for path in (None, lora, dora)]
-    assert len({key.model["digest"] for key in keys}) == 3
+def test_their_step_times_have_a_file_of_their_own(lora: Path, dora: Path) -> None:
+    files = [cost_file(load("demo", adapter_path=path)[0]) for path in (None, lora, dora)]
+    assert len({file.model["digest"] for file in files}) == 3
 
 
 def test_what_measures_a_model_measures_it_with_them(

@@ -14,19 +14,18 @@ from click.testing import CliRunner, Result
 
 from mlxspec.cli.calibrate import calibrate_command
 from mlxspec.cli.common.output import ProgressBar
-from mlxspec.drafting.cost_file import KnownTimes
-from mlxspec.drafting.costs import KnownTime
-from mlxspec.engine import costs
+from mlxspec.drafting.cost_file import Calibration, StepTime
+from mlxspec.engine import calibration
 
 TIMES = [
-    KnownTime(1, 0.025, 0.02, 60),
-    KnownTime(2, 0.026, 0.02, 12),
-    KnownTime(8, 0.067, 0.08 / 1.96, 12),
-    KnownTime(64, 1.3, 0.40 / 1.96, 12),
+    StepTime(1, 0.025, 0.02, 60),
+    StepTime(2, 0.026, 0.02, 12),
+    StepTime(8, 0.067, 0.08 / 1.96, 12),
+    StepTime(64, 1.3, 0.40 / 1.96, 12),
 ]
 NOISE = [
-    KnownTime(1, 0.025, 0.2 / 1.96, 60),
-    *(KnownTime(rows, 0.03, 0.3 / 1.96, 12) for rows in (2, 4, 8)),
+    StepTime(1, 0.025, 0.2 / 1.96, 60),
+    *(StepTime(rows, 0.03, 0.3 / 1.96, 12) for rows in (2, 4, 8)),
 ]
 
 
@@ -44,10 +43,10 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def calibrate(model, plan, *, context, sequences, name, on_progress):
         contexts.append(context)
         on_progress(1.0)
-        return KnownTimes(TIMES, "careful", name=name)
+        return Calibration(TIMES, "careful", name=name)
 
-    monkeypatch.setattr(costs, "calibrate", calibrate)
-    monkeypatch.setattr(costs, "measured_contexts", lambda model, sequences=1: [64])
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    monkeypatch.setattr(calibration, "measured_contexts", lambda model, sequences=1: [64])
     return contexts
 
 
@@ -164,7 +163,9 @@ def test_json_is_one_object(endless: Path, measurements: list[int]):
 def test_longer_contexts_are_measured_and_shown_too(
     endless: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(costs, "measured_contexts", lambda model, sequences=1: [64, 1000, 8000])
+    monkeypatch.setattr(
+        calibration, "measured_contexts", lambda model, sequences=1: [64, 1000, 8000]
+    )
     report = json.loads(calibrate(endless, "--json").stdout)
     assert measurements == [64, 1000, 8000]
     longer, _ = report.pop("longer_contexts"), report.pop("head")
@@ -176,7 +177,7 @@ def test_longer_contexts_are_measured_and_shown_too(
 def test_a_context_that_is_too_long_is_found_before_anything_is_measured(
     endless: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(costs, "context_length", lambda model: 4096)
+    monkeypatch.setattr(calibration, "context_length", lambda model: 4096)
     result = calibrate(endless, "--context", 100, "--context", 5000)
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: a context of 5000 tokens: choose 1 to ")
@@ -190,9 +191,9 @@ def test_attention_is_measured_as_it_runs(
 
     def measured(loaded, plan, **options):
         split.append(loaded.split_from)
-        return KnownTimes(TIMES, "careful", split=True)
+        return Calibration(TIMES, "careful", split=True)
 
-    monkeypatch.setattr(costs, "calibrate", measured)
+    monkeypatch.setattr(calibration, "calibrate", measured)
     assert calibrate(endless, "--context", 8000).exit_code == 0
     assert calibrate(endless, "--context", 8000, "--sequences", 4).exit_code == 0
     assert split == [None, 715]
@@ -203,7 +204,7 @@ def test_noise_is_not_kept_and_what_was_known_stays(
 ):
     calibrate(endless)
     before = calibrate("--show").stdout
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: KnownTimes(NOISE, "careful"))
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: Calibration(NOISE, "careful"))
     result = calibrate(endless, "--json")
     assert (result.exit_code, result.stdout) == (1, "")
     _, error = result.stderr.splitlines()
@@ -231,7 +232,9 @@ def test_a_measurement_of_plain_steps_alone_replaces_no_better_one(
     endless: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     calibrate(endless)
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: KnownTimes(TIMES[:1], "careful"))
+    monkeypatch.setattr(
+        calibration, "calibrate", lambda *_, **__: Calibration(TIMES[:1], "careful")
+    )
     result = calibrate(endless)
     assert result.exit_code == 0
     assert "67.00" in calibrate(endless, "--show").stdout
@@ -250,7 +253,7 @@ def test_ctrl_c_leaves_the_cache_as_it_was(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(costs, "calibrate", interrupted)
+    monkeypatch.setattr(calibration, "calibrate", interrupted)
     assert calibrate(endless).exit_code == 130
     assert path.read_bytes() == before
     assert [entry for entry in cache_directory.rglob("*") if entry.is_file()] == [path]
@@ -274,7 +277,9 @@ def test_a_spoiled_cache_file_is_one_note(
 def test_a_model_without_drafts_has_plain_steps_alone(
     endless: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(costs, "calibrate", lambda *_, **__: KnownTimes(TIMES[:1], "careful"))
+    monkeypatch.setattr(
+        calibration, "calibrate", lambda *_, **__: Calibration(TIMES[:1], "careful")
+    )
     assert "Only plain steps were measured" in calibrate(endless).stdout
 
 

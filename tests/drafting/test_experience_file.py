@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mlxspec.drafting import experience as experience_file
-from mlxspec.drafting.cost_file import CostCache, CostKey
+from mlxspec.drafting.cost_file import CostFile
 from mlxspec.drafting.experience import Experience, experience_path
 from mlxspec.drafting.p_accept import TOKEN_FEATURES
 
@@ -119,7 +119,7 @@ def test_a_place_that_cannot_be_written_gives_one_line(
     for _ in range(3):
         now[0] += 60
         taught(experience, 3)
-    CostCache(tmp_path / "file" / "step_times").update(CostKey({}, {}), {})
+    CostFile({}, {}, tmp_path / "file" / "step_times").update({})
     assert len(caplog.records) == 1
     assert re.search(
         r"cannot be kept in .* \(Not a directory\); set MLXSPEC_CACHE_DIR", caplog.text

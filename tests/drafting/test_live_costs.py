@@ -12,19 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxspec.drafting.cost_file import StepTime
 from mlxspec.drafting.costs import (
     STEP_SECONDS,
     USUAL_SYNC_OVERHEAD,
     CostCurve,
-    KnownTime,
     LiveCosts,
-    LiveTimes,
+    TimeFilter,
 )
+from tests.support.costs import live_costs
 from tests.support.threads import at_once
 
 
-def times(cost: float) -> list[KnownTime]:
-    return [KnownTime(1, 0.02, 0.05), KnownTime(8, 0.02 * cost, 0.05)]
+def times(cost: float) -> list[StepTime]:
+    return [StepTime(1, 0.02, 0.05), StepTime(8, 0.02 * cost, 0.05)]
 
 
 def plain(costs: LiveCosts, seconds: float) -> None:
@@ -46,18 +47,17 @@ def behind(context: int, rows: int) -> float:
     return float(np.interp(rows, at, [CLIFF[row] + context * GROWTH[row] for row in at]))
 
 
-def measured(*contexts: int, rows: Sequence[int] = tuple(CLIFF)) -> dict[int, list[KnownTime]]:
+def measured(*contexts: int, rows: Sequence[int] = tuple(CLIFF)) -> dict[int, list[StepTime]]:
     """Return measurements on that machine."""
     return {
-        context: [KnownTime(row, behind(context, row), 0.05) for row in rows]
-        for context in contexts
+        context: [StepTime(row, behind(context, row), 0.05) for row in rows] for context in contexts
     }
 
 
 @pytest.mark.parametrize("context", [64, 500, 4000, 8000, 20_000])
 @pytest.mark.parametrize("rows", [4, 8, 12, 16])
 def test_times_at_two_context_lengths_determine_all_others(context: int, rows: int):
-    costs = LiveCosts(measured(64, 8000))
+    costs = live_costs(measured(64, 8000))
     costs.move_to(context)
     truth = behind(context, rows) / behind(context, 1)
     assert costs.curve(rows) == pytest.approx(truth, rel=0.03)
@@ -66,7 +66,7 @@ def test_times_at_two_context_lengths_determine_all_others(context: int, rows: i
 
 def test_of_several_context_lengths_the_nearest_two_count():
     known = {context: times(cost) for context, cost in ((64, 2.0), (1024, 2.0), (4096, 4.0))}
-    costs = LiveCosts(known)
+    costs = live_costs(known)
     for context, cost in ((0, 2.0), (500, 2.0), (2560, 3.0), (4096, 4.0), (8000, 6.67)):
         costs.move_to(context)
         assert costs.curve(8) == pytest.approx(cost, rel=0.03)
@@ -74,7 +74,7 @@ def test_of_several_context_lengths_the_nearest_two_count():
 
 def test_rows_that_were_measured_at_one_length_only_follow_from_their_neighbours():
     known = measured(64) | measured(8000, rows=(1, 4, 16))
-    costs = LiveCosts(known)
+    costs = live_costs(known)
     costs.move_to(8000)
     # Interpolated between 4 and 16 rows, so the cliff is invisible.
     between = GROWTH[4] + (GROWTH[16] - GROWTH[4]) * 8 / 12
@@ -82,7 +82,7 @@ def test_rows_that_were_measured_at_one_length_only_follow_from_their_neighbours
     assert costs.curve(12) == pytest.approx(expected, rel=0.03)
     costs.move_to(64)
     assert costs.curve(12) == pytest.approx(behind(64, 12) / behind(64, 1))
-    wider = LiveTimes(measured(64) | measured(8000, rows=(1, 4, 8)))
+    wider = TimeFilter(measured(64) | measured(8000, rows=(1, 4, 8)))
     grown = GROWTH[8] * 8000  # the growth of the widest measured step
     assert wider.curve(8000)(16) == pytest.approx((CLIFF[16] + grown) / behind(8000, 1), rel=0.03)
 
@@ -90,9 +90,9 @@ def test_rows_that_were_measured_at_one_length_only_follow_from_their_neighbours
 @pytest.mark.parametrize("wrong", [0.5, 2.0])
 def test_a_wrong_growth_is_corrected_where_steps_run_and_elsewhere(wrong: float):
     known = measured(64) | {
-        8000: [KnownTime(row, behind(64, row) + wrong * 8128 * GROWTH[row], 0.05) for row in CLIFF]
+        8000: [StepTime(row, behind(64, row) + wrong * 8128 * GROWTH[row], 0.05) for row in CLIFF]
     }
-    costs = LiveCosts(known)
+    costs = live_costs(known)
     chance = random.Random(1)
     for _ in range(400):
         context = chance.choice((500, 16_000))
@@ -118,12 +118,12 @@ def costs_at(costs: LiveCosts, context: int) -> float:
 
 def test_joint_steps_do_not_begin_with_a_cost_that_was_measured_badly():
     times = ((1, 0.01, 0.02), (2, 0.2, 1.1), (4, 0.02, 0.02), (8, 0.03, 0.02), (32, 0.09, 0.02))
-    curve = LiveCosts({64: [KnownTime(*time) for time in times]}).for_sequences(2).curve
+    curve = live_costs({64: [StepTime(*time) for time in times]}).for_sequences(2).curve
     assert [curve(rows) for rows in (1, 3, 7)] == pytest.approx([1, 1, 1.5], rel=0.02)
 
 
 def test_sequences_that_share_a_step_attend_to_a_context_each():
-    costs = LiveCosts(measured(64, 8000)).for_sequences(4)
+    costs = live_costs(measured(64, 8000)).for_sequences(4)
     costs.move_to(8000)
     linear = CostCurve([(row, CLIFF[row] / CLIFF[1]) for row in CLIFF])
     truth = CLIFF[1] * linear(4) + 4 * 8000 * GROWTH[1]
@@ -133,7 +133,7 @@ def test_sequences_that_share_a_step_attend_to_a_context_each():
 
 
 def test_only_the_middle_of_a_pipeline_teaches_the_time_of_a_plain_step():
-    costs = LiveCosts({1024: times(2.0)})
+    costs = live_costs({1024: times(2.0)})
     for _ in range(30):
         plain(costs, 0.02)
         costs.record(8, 0.04, False)
@@ -148,7 +148,7 @@ def test_only_the_middle_of_a_pipeline_teaches_the_time_of_a_plain_step():
 
 
 def test_the_cost_of_waiting_is_that_of_plain_steps_outside_the_pipeline() -> None:
-    costs = LiveCosts({1024: [KnownTime(1, 0.010, 0.01), KnownTime(8, 0.020, 0.01)]})
+    costs = live_costs({1024: [StepTime(1, 0.010, 0.01), StepTime(8, 0.020, 0.01)]})
     for _ in range(80):
         costs.record(1, 0.012, False)
         costs.record(8, 0.020, False)
@@ -163,7 +163,7 @@ def test_the_cost_of_waiting_is_that_of_plain_steps_outside_the_pipeline() -> No
 
 
 def test_plain_steps_are_wanted_until_they_have_run_among_drafted_ones_and_again_later() -> None:
-    costs = LiveCosts({1024: [KnownTime(1, 0.010, 0.01), KnownTime(8, 0.020, 0.01)]})
+    costs = live_costs({1024: [StepTime(1, 0.010, 0.01), StepTime(8, 0.020, 0.01)]})
     for _ in range(50):
         costs.record(1, 0.010, True)
     assert costs.wants_plain_steps  # nothing is known of drafted steps yet
@@ -179,8 +179,8 @@ def test_plain_steps_are_wanted_until_they_have_run_among_drafted_ones_and_again
 @pytest.mark.parametrize("wrong", [0.6, 1.0, 1.6])
 def test_costs_are_learned_where_plain_steps_run_only_when_they_are_wanted(wrong: float) -> None:
     true = {1: 0.0045, 4: 0.0073, 8: 0.0091, 16: 0.0106}
-    costs = LiveCosts(
-        {1024: [KnownTime(r, s * (wrong if r == 1 else 1), 0.1) for r, s in true.items()]}
+    costs = live_costs(
+        {1024: [StepTime(r, s * (wrong if r == 1 else 1), 0.1) for r, s in true.items()]}
     )
     generator = random.Random(3)
     sought = 0
@@ -194,8 +194,8 @@ def test_costs_are_learned_where_plain_steps_run_only_when_they_are_wanted(wrong
 
 def test_a_plain_step_that_was_measured_too_slow_is_corrected_by_the_few_that_run() -> None:
     true = {1: 0.0045, 4: 0.0073, 8: 0.0091, 16: 0.0106}
-    costs = LiveCosts(
-        {1024: [KnownTime(r, s * (1.5 if r == 1 else 1), 0.05) for r, s in true.items()]}
+    costs = live_costs(
+        {1024: [StepTime(r, s * (1.5 if r == 1 else 1), 0.05) for r, s in true.items()]}
     )
     for round_ in range(40):
         if costs.wants_plain_steps or round_ % 10 == 0:
@@ -211,7 +211,7 @@ def test_generations_beside_each_other_have_runs_of_their_own():
     """Plain steps of one between those of the other do not start or end its runs."""
 
     steps = [(1, 0.012, False), *[(1, 0.010, True)] * 20, *[(8, 0.021, False)] * 30]
-    shared, in_turn = LiveCosts({64: times(2.0)}), LiveCosts({64: times(2.0)})
+    shared, in_turn = live_costs({64: times(2.0)}), live_costs({64: times(2.0)})
     beside = [shared.for_generation() for _ in range(3)]
     for step in steps:
         for own in beside:
@@ -225,7 +225,7 @@ def test_generations_beside_each_other_have_runs_of_their_own():
 
 
 def test_threads_may_record_and_read_at_once():
-    costs = LiveCosts({1024: times(2.0)})
+    costs = live_costs({1024: times(2.0)})
 
     def generate(seed: int) -> None:
         own = costs.for_generation()
@@ -241,13 +241,13 @@ def test_threads_may_record_and_read_at_once():
 
 
 def test_until_a_step_has_waited_it_is_the_usual_one() -> None:
-    assert LiveCosts({1024: times(2.0)}).sync_overhead == USUAL_SYNC_OVERHEAD
+    assert live_costs({1024: times(2.0)}).sync_overhead == USUAL_SYNC_OVERHEAD
 
 
 @pytest.mark.parametrize(("truth", "noise"), [(0.0, 0.1), (0.15, 0.1), (0.3, 0.02)])
 def test_a_noisy_machine_shows_it_too(truth: float, noise: float) -> None:
     for seed in range(10):
-        costs, generator = LiveCosts({1024: [KnownTime(1, 0.01, 0.01)]}), random.Random(seed)
+        costs, generator = live_costs({1024: [StepTime(1, 0.01, 0.01)]}), random.Random(seed)
         for _ in range(100):
             first, last = (generator.lognormvariate(0, noise) for _ in range(2))
             costs.record(1, 0.01 * (1.8 + truth) * first, False)
@@ -257,7 +257,7 @@ def test_a_noisy_machine_shows_it_too(truth: float, noise: float) -> None:
 
 
 def test_one_step_that_takes_an_age_changes_little() -> None:
-    costs = LiveCosts({1024: times(2.0)})
+    costs = live_costs({1024: times(2.0)})
     costs.record(1, 5.0, False)
     costs.record(8, 0.04, False)
     assert costs.sync_overhead < 0.08
@@ -265,16 +265,16 @@ def test_one_step_that_takes_an_age_changes_little() -> None:
 
 def test_it_is_neither_negative_nor_above_half_a_step() -> None:
     for waits, value in ((0.001, 0.0), (0.08, 0.5)):
-        costs = LiveCosts({1024: times(2.0)})
+        costs = live_costs({1024: times(2.0)})
         for _ in range(100):
             costs.record(1, waits, False)
             costs.record(8, 0.04, False)
         assert costs.sync_overhead == pytest.approx(value, abs=0.01)
 
 
-FALLING = [KnownTime(1, 0.010, 0.05), KnownTime(8, 0.012, 0.05), KnownTime(16, 0.008, 0.05)]
+FALLING = [StepTime(1, 0.010, 0.05), StepTime(8, 0.012, 0.05), StepTime(16, 0.008, 0.05)]
 ANY_TIME = st.builds(
-    KnownTime,
+    StepTime,
     rows=st.integers(1, 200),
     seconds=st.floats(*STEP_SECONDS),
     uncertainty=st.floats(0, 10),
@@ -297,7 +297,7 @@ def check_makes_sense(costs: LiveCosts) -> None:
 
 def test_times_that_fall_with_the_rows_make_costs_of_several_sequences():
     for count in range(2, 65):
-        check_makes_sense(LiveCosts({1024: FALLING}).for_sequences(count))
+        check_makes_sense(live_costs({1024: FALLING}).for_sequences(count))
 
 
 @given(
@@ -309,8 +309,8 @@ def test_times_that_fall_with_the_rows_make_costs_of_several_sequences():
     random=st.randoms(use_true_random=False),
 )
 def test_no_times_make_an_estimate_that_fails(
-    plain: KnownTime,
-    others: list[KnownTime],
+    plain: StepTime,
+    others: list[StepTime],
     steps: list[tuple[int, float, bool]],
     counts: list[int],
     contexts: list[int],
@@ -319,7 +319,7 @@ def test_no_times_make_an_estimate_that_fails(
     times = [*others, replace(plain, rows=1)]
     random.shuffle(times)
     first, second, context = contexts
-    alone = LiveCosts({first: times, second: [*times[::2], replace(plain, rows=1)]})
+    alone = live_costs({first: times, second: [*times[::2], replace(plain, rows=1)]})
     for costs in (alone, *map(alone.for_sequences, counts)):
         check_makes_sense(costs)
         for rows, seconds, pipelined in steps:

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.chips import known_chip
-from mlxspec.drafting.costs import WIDEST, CostCurve, KnownTime, LiveTimes
+from mlxspec.drafting.cost_file import StepTime
+from mlxspec.drafting.costs import WIDEST, CostCurve, TimeFilter
 from tests.support.interrupts import functions_of, interrupted_anywhere
 
 M4 = known_chip("M4 Pro").curve
@@ -24,13 +25,13 @@ CONTEXT = 64
 
 def measured(
     truth: CostCurve, rows: Sequence[int] = (1, 2, 4, 8, 16, 32), uncertainty: float = 0.1
-) -> LiveTimes:
+) -> TimeFilter:
     """Return the curve after a correct measurement."""
-    return LiveTimes({CONTEXT: [KnownTime(r, PLAIN_SECONDS * truth(r), uncertainty) for r in rows]})
+    return TimeFilter({CONTEXT: [StepTime(r, PLAIN_SECONDS * truth(r), uncertainty) for r in rows]})
 
 
 def run(
-    live: LiveTimes,
+    live: TimeFilter,
     truth: CostCurve,
     steps: int,
     *,
@@ -105,7 +106,7 @@ def test_a_temporary_load_does_not_change_the_costs():
 
 @pytest.mark.parametrize("change", [0.5, 1.4])
 def test_plain_steps_that_change_alone_are_distinguished_from_the_machine(change: float):
-    live = LiveTimes({CONTEXT: [KnownTime(1, PLAIN_SECONDS, 0.03)]})
+    live = TimeFilter({CONTEXT: [StepTime(1, PLAIN_SECONDS, 0.03)]})
     generator = random.Random(1)
 
     def rounds(number: int, plain: float) -> None:
@@ -157,9 +158,9 @@ def test_a_wrong_curve_becomes_right_where_steps_run(believed: CostCurve, truth:
 
 
 def test_a_wrong_time_of_plain_steps_is_corrected_for_rows_that_never_run():
-    known = [KnownTime(1, PLAIN_SECONDS / 1.5, 0.2)]  # makes all costs 1.5 times too high
-    known += [KnownTime(r, PLAIN_SECONDS * M4(r), 0.05) for r in (4, 8, 16)]
-    live = LiveTimes({CONTEXT: known})
+    known = [StepTime(1, PLAIN_SECONDS / 1.5, 0.2)]  # makes all costs 1.5 times too high
+    known += [StepTime(r, PLAIN_SECONDS * M4(r), 0.05) for r in (4, 8, 16)]
+    live = TimeFilter({CONTEXT: known})
     assert live.curve(CONTEXT)(16) == pytest.approx(1.5 * M4(16))
     run(live, M4, 300, rows=(1, 1, 4))
     assert live.curve(CONTEXT)(4) == pytest.approx(M4(4), rel=0.05)
@@ -184,27 +185,27 @@ def test_a_stair_that_was_not_measured_hardly_changes_what_was():
 
 
 def test_costs_never_fall_with_the_rows():
-    live = LiveTimes(
-        {CONTEXT: [KnownTime(r, s, 0.02) for r, s in ((1, 1.0), (12, 3.0), (16, 2.7))]}
+    live = TimeFilter(
+        {CONTEXT: [StepTime(r, s, 0.02) for r, s in ((1, 1.0), (12, 3.0), (16, 2.7))]}
     )
     assert live.curve(CONTEXT)(16) == live.curve(CONTEXT)(12) == pytest.approx(math.sqrt(3 * 2.7))
 
 
 def test_a_cost_that_was_measured_badly_does_not_raise_those_that_are_known():
     times = ((1, 1.0, 0.02), (2, 20.0, 1.1), (4, 2.0, 0.02), (8, 12.0, 1.1), (16, 4.0, 0.02))
-    live = LiveTimes({CONTEXT: [KnownTime(*time) for time in times]})
+    live = TimeFilter({CONTEXT: [StepTime(*time) for time in times]})
     curve = live.curve(CONTEXT)
     assert [curve(rows) for rows in (2, 4, 8, 16)] == pytest.approx([2, 2, 4, 4], rel=0.01)
 
 
 @pytest.mark.parametrize("worst", [2, 8, 16])
 def test_drafts_pay_again_soon_after_a_measurement_on_a_busy_machine(worst: int):
-    times = [KnownTime(1, PLAIN_SECONDS, 0.2)]
+    times = [StepTime(1, PLAIN_SECONDS, 0.2)]
     times += [
-        KnownTime(r, 40 * PLAIN_SECONDS if r == worst else PLAIN_SECONDS * M4(r), 1.0)
+        StepTime(r, 40 * PLAIN_SECONDS if r == worst else PLAIN_SECONDS * M4(r), 1.0)
         for r in range(2, 33)
     ]
-    live = LiveTimes({CONTEXT: times})
+    live = TimeFilter({CONTEXT: times})
     for step in range(300):
         # Like a planner: the widest step whose optimistic cost is below half its rows.
         hopeful = live.hopeful(CONTEXT)
@@ -215,15 +216,15 @@ def test_drafts_pay_again_soon_after_a_measurement_on_a_busy_machine(worst: int)
 
 
 def test_beyond_the_widest_measured_step_rows_cost_what_the_measured_ones_do_on_average():
-    live = LiveTimes({CONTEXT: [KnownTime(1, 0.02, 0.02), KnownTime(32, 0.08, 0.02)]})
+    live = TimeFilter({CONTEXT: [StepTime(1, 0.02, 0.02), StepTime(32, 0.08, 0.02)]})
     assert live.curve(CONTEXT).widest == WIDEST
     assert live.curve(CONTEXT)(64) == pytest.approx(8)
 
 
 def test_without_drafted_steps_rows_cost_what_they_usually_do():
-    curve = LiveTimes({CONTEXT: [KnownTime(1, 0.02, 0.02)]}).curve(CONTEXT)
+    curve = TimeFilter({CONTEXT: [StepTime(1, 0.02, 0.02)]}).curve(CONTEXT)
     assert [curve(rows) for rows in (1, 4, 16)] == pytest.approx([1, 2, 4])
-    curve = LiveTimes({CONTEXT: [KnownTime(1, 0.02, 0.02), KnownTime(2, 0.022, 0.02)]}).curve(
+    curve = TimeFilter({CONTEXT: [StepTime(1, 0.02, 0.02), StepTime(2, 0.022, 0.02)]}).curve(
         CONTEXT
     )
     assert [curve(rows) for rows in (2, 8, 32)] == pytest.approx([1.1, 2.2, 4.4])
@@ -231,7 +232,7 @@ def test_without_drafted_steps_rows_cost_what_they_usually_do():
 
 @pytest.mark.parametrize("truth", [FLAT, M4, LINEAR])
 def test_a_few_steps_correct_usual_costs_for_all_rows(truth: CostCurve):
-    live = LiveTimes({CONTEXT: [KnownTime(1, PLAIN_SECONDS, 0.02)]})
+    live = TimeFilter({CONTEXT: [StepTime(1, PLAIN_SECONDS, 0.02)]})
     run(live, truth, 24, rows=(1, 1, 4, 7))
     for rows in (4, 7, 8):
         assert live.curve(CONTEXT)(rows) == pytest.approx(truth(rows), rel=0.15)
@@ -240,7 +241,7 @@ def test_a_few_steps_correct_usual_costs_for_all_rows(truth: CostCurve):
 
 
 def test_what_was_assumed_and_did_not_run_is_not_known():
-    live = LiveTimes({CONTEXT: [KnownTime(1, PLAIN_SECONDS, 0.02)]})
+    live = TimeFilter({CONTEXT: [StepTime(1, PLAIN_SECONDS, 0.02)]})
     live.record(4, CONTEXT, PLAIN_SECONDS * 1.3)
     assert [time.rows for time in live.known(assumed=False)[CONTEXT]] == [1, 4]
 
@@ -280,7 +281,7 @@ def test_what_one_process_doubts_the_next_one_doubts_more():
             live.ran(1)
         if process == 0:
             assert live.hopeful(CONTEXT)(2) > 1.5
-        live = LiveTimes(live.known(assumed=False))
+        live = TimeFilter(live.known(assumed=False))
         assert live.curve(CONTEXT)(2) == pytest.approx(2)
     for _ in range(80):
         live.record(1, CONTEXT, PLAIN_SECONDS)
@@ -288,7 +289,7 @@ def test_what_one_process_doubts_the_next_one_doubts_more():
     assert live.hopeful(CONTEXT)(2) < 1.2
     for _ in range(3):
         live.record(2, CONTEXT, 2 * PLAIN_SECONDS)
-    again = LiveTimes(live.known(assumed=False))
+    again = TimeFilter(live.known(assumed=False))
     assert again.hopeful(CONTEXT)(2) == pytest.approx(2, rel=0.1)
 
 
@@ -318,7 +319,7 @@ def test_what_is_known_is_in_times_of_the_cool_machine_and_starts_the_next_run()
     known = live.known()[CONTEXT]
     assert [time.rows for time in known] == sorted({*MIXED, 32})
     assert known[0].seconds == pytest.approx(PLAIN_SECONDS)
-    again = LiveTimes({CONTEXT: known})
+    again = TimeFilter({CONTEXT: known})
     assert again.curve(CONTEXT)(8) == pytest.approx(M4(8), rel=0.05)
     assert again.slowdown == pytest.approx(1)
 
@@ -326,17 +327,17 @@ def test_what_is_known_is_in_times_of_the_cool_machine_and_starts_the_next_run()
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_an_interrupt_anywhere_in_a_lesson_leaves_a_curve_that_goes_on_learning():
-    def knowing() -> LiveTimes:
+    def knowing() -> TimeFilter:
         live = measured(LINEAR, rows=(1, 4))
         run(live, LINEAR, 10, rows=(1, 4))
         return live
 
-    def learn(live: LiveTimes) -> None:
+    def learn(live: TimeFilter) -> None:
         for rows in (4, 7, 1, 3, 7):
             live.record(rows, CONTEXT, PLAIN_SECONDS * M4(rows))
             live.curve(CONTEXT)
 
-    for live in interrupted_anywhere(functions_of(LiveTimes), knowing, learn):
+    for live in interrupted_anywhere(functions_of(TimeFilter), knowing, learn):
         errors = run(live, M4, 300, rows=(1, 3, 4, 5, 7))
         assert errors[-1] < 0.1
 

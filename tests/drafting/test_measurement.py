@@ -11,15 +11,17 @@ import numpy as np
 import pytest
 
 from mlxspec.drafting.chips import known_chip
-from mlxspec.drafting.costs import CostCurve, KnownTime, LiveTimes
+from mlxspec.drafting.cost_file import StepTime
+from mlxspec.drafting.costs import CostCurve, TimeFilter
 from mlxspec.drafting.measurement import (
     CAREFUL,
-    QUICK,
     MeasurementPlan,
     cost_errors,
     measure,
     noise,
 )
+
+SHORT = replace(CAREFUL, rows=CAREFUL.rows[:9], seconds=1.8, least_uncertainty=0.08)
 
 APPLE = ("M2 Pro", "M4 Pro", "M3 Max", "M5 Max", "M3 Ultra")
 
@@ -52,7 +54,7 @@ class Machine:
         return self.now
 
 
-def run(machine: Machine, plan=QUICK, max_rows: int = 64, prefill: float = 0.25):
+def run(machine: Machine, plan=SHORT, max_rows: int = 64, prefill: float = 0.25):
     started = machine.now
     machine.now += prefill
     return measure(machine.plain, machine.drafted, plan, max_rows, started, machine.clock)
@@ -71,7 +73,7 @@ def test_on_a_mac_a_quick_measurement_ends_within_3_seconds(chip: str, plain_sec
 def test_a_quick_measurement_of_25_ms_steps_gives_the_chip_s_curve(chip: str):
     truth = known_chip(chip).curve
     times = run(Machine(truth, 0.025))
-    live = LiveTimes({64: times})
+    live = TimeFilter({64: times})
     rows = {time.rows for time in times}
     assert {1, 2, 4, 8, 16} <= rows
     assert {5, 6} <= rows or chip == "M2 Pro"  # with the slowest rows
@@ -83,7 +85,7 @@ def test_the_first_step_of_each_width_warms_up_and_does_not_count():
     times = run(Machine(known_chip("M4 Pro").curve, 0.004))
     assert {time.rows: time.seconds for time in times}[8] == pytest.approx(0.004 * 2.69)
     assert min(time.steps for time in times) >= 10
-    assert all(time.uncertainty == QUICK.least_uncertainty for time in times)
+    assert all(time.uncertainty == SHORT.least_uncertainty for time in times)
 
 
 def test_a_machine_that_heats_up_meanwhile_still_gives_the_curve():
@@ -104,7 +106,7 @@ def test_a_busy_machine_gives_the_curve():
         times = {time.rows: time for time in run(machine)}
         assert machine.now - 100 < 3
         for rows in (2, 4, 8, 16):
-            assert times[rows].steps == QUICK.rounds
+            assert times[rows].steps == SHORT.rounds
             assert times[rows].seconds / times[1].seconds == pytest.approx(truth(rows), rel=0.15)
 
 
@@ -127,13 +129,13 @@ def test_no_step_is_wider_than_the_model_allows():
 def test_progress_rises_to_the_whole():
     machine = Machine(known_chip("M4 Pro").curve, 0.025)
     shares: list[float] = []
-    measure(machine.plain, machine.drafted, QUICK, 64, machine.now, machine.clock, shares.append)
+    measure(machine.plain, machine.drafted, SHORT, 64, machine.now, machine.clock, shares.append)
     assert shares == sorted(shares)
     assert 0 < shares[0] < 0.2
     assert shares[-1] == 1
 
 
-@pytest.mark.parametrize("plan", [QUICK, CAREFUL])
+@pytest.mark.parametrize("plan", [SHORT, CAREFUL])
 def test_the_last_rows_before_a_stair_are_measured_before_those_behind_it(plan: MeasurementPlan):
     for before, behind in ((5, 6), (10, 12)):
         assert plan.rows.index(before) < plan.rows.index(behind)
@@ -153,7 +155,7 @@ class Scattered:
     def drafted(self, rows: int) -> float:
         return 0.01 * self._lengthened(self._random)
 
-    def measured(self) -> list[KnownTime]:
+    def measured(self) -> list[StepTime]:
         return measure(self.plain, self.drafted, CAREFUL, 64, 0.0, lambda: 0.0)
 
 
@@ -185,7 +187,7 @@ def test_a_time_of_few_steps_is_uncertain_and_none_is_certain():
 def test_the_error_of_a_cost_is_that_of_a_quotient():
     random = np.random.default_rng(2)
     quotients = random.normal(1, 0.06, 200_000) / random.normal(1, 0.04, 200_000)
-    plain, drafted = cost_errors([KnownTime(1, 0.01, 0.04), KnownTime(8, 0.02, 0.06)])
+    plain, drafted = cost_errors([StepTime(1, 0.01, 0.04), StepTime(8, 0.02, 0.06)])
     assert plain == 0
     low, high = np.quantile(quotients, [0.025, 0.975])
     assert drafted == pytest.approx((high - low) / 2, rel=0.03)
@@ -207,9 +209,9 @@ def test_times_that_fall_by_half_are_noise_and_a_small_fall_is_a_kernel_s():
     def of(wide: float) -> str | None:
         return noise(
             [
-                KnownTime(1, 0.01, 0.0, 1),
-                KnownTime(8, 0.05, 0.0, 1),
-                KnownTime(9, wide, 0.0, 1),
+                StepTime(1, 0.01, 0.0, 1),
+                StepTime(8, 0.05, 0.0, 1),
+                StepTime(9, wide, 0.0, 1),
             ]
         )
 
@@ -219,7 +221,7 @@ def test_times_that_fall_by_half_are_noise_and_a_small_fall_is_a_kernel_s():
 
 def test_a_row_that_costs_many_plain_steps_is_noise():
     def of(two: float) -> str | None:
-        return noise([KnownTime(1, 0.01, 0.0, 10), KnownTime(2, two, 0.0, 10)])
+        return noise([StepTime(1, 0.01, 0.0, 10), StepTime(2, two, 0.0, 10)])
 
     assert of(0.04) is None
     assert of(0.327) == ("the times contradict each other: 1 rows took 10 ms, and 2 rows 327 ms")
@@ -228,10 +230,10 @@ def test_a_row_that_costs_many_plain_steps_is_noise():
 def test_single_steps_are_noise_where_plain_ones_scatter():
     """On a busy or slow machine, there is time for only one step of each width."""
 
-    def once(*speeds: float) -> list[KnownTime]:
+    def once(*speeds: float) -> list[StepTime]:
         machine = Machine(known_chip("M4 Pro").curve, 0.01)
         machine.speed = itertools.chain(speeds, itertools.repeat(1.0)).__next__
-        return run(machine, replace(QUICK, rounds=1))
+        return run(machine, replace(SHORT, rounds=1))
 
     busy, slow = once(1.0, 1.0, 1.8, 1.0, 2.5, 1.2), once()
     assert {time.steps for time in (*busy[1:], *slow[1:])} == {1}

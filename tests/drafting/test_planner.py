@@ -15,11 +15,13 @@ from mlxspec.corpus.suffix_index import SEPARATOR, Occurrence
 from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.candidates import Candidates
 from mlxspec.drafting.chips import known_chip
-from mlxspec.drafting.costs import CostCurve, FixedCosts, KnownTime, LiveCosts
+from mlxspec.drafting.cost_file import StepTime
+from mlxspec.drafting.costs import CostCurve, FixedCosts, LiveCosts
 from mlxspec.drafting.p_accept import AcceptanceModel, Corrections
 from mlxspec.drafting.planner import Planner, allowed_shortfall
 from mlxspec.drafting.suffix_source import SuffixSource, Text, TextNode
 from mlxspec.drafting.tree import DraftTree
+from tests.support.costs import live_costs
 from tests.support.planners import suffix_planner
 
 FLAT = CostCurve([(1, 1), (32, 1.3)])
@@ -110,7 +112,7 @@ def test_why_nothing_is_drafted_is_said_with_its_figures() -> None:
 
 def test_the_time_of_a_plain_step_is_without_the_planner() -> None:
     """A plain decoder has no planner. Sequences that wait for a draft pay for planning, too."""
-    costs = LiveCosts({1024: [KnownTime(1, 0.010, 0.02), KnownTime(2, 0.012, 0.02)]})
+    costs = live_costs({1024: [StepTime(1, 0.010, 0.02), StepTime(2, 0.012, 0.02)]})
     drafter = Planner(costs, [SuffixSource()])
     drafter.begin(noise(50, seed=8))
     tree = DraftTree.chain(0)
@@ -123,12 +125,12 @@ def test_the_time_of_a_plain_step_is_without_the_planner() -> None:
     assert costs.sync_overhead == pytest.approx(0.3, abs=0.1)
 
 
-def learning(known: Sequence[KnownTime], truth: CostCurve, disturbed: int = 0) -> list[float]:
+def learning(known: Sequence[StepTime], truth: CostCurve, disturbed: int = 0) -> list[float]:
     """Generate 300 tokens at a time; return tokens per plain step's time.
 
     Other programs slow down half of the first ``disturbed`` steps.
     """
-    shared, speeds, scatter = LiveCosts({1024: known, 4096: known}), [], random.Random(5)
+    shared, speeds, scatter = live_costs({1024: known, 4096: known}), [], random.Random(5)
     for number in range(3):
         prompt, pick, output = noise(400, seed=number), random.Random(number), []
         while len(output) < 300:  # copies with new words in between
@@ -155,8 +157,8 @@ def learning(known: Sequence[KnownTime], truth: CostCurve, disturbed: int = 0) -
     return speeds
 
 
-def known_times(costs: Mapping[int, float], uncertainty: float = 0.1) -> list[KnownTime]:
-    return [KnownTime(rows, 0.01 * cost, uncertainty) for rows, cost in costs.items()]
+def known_times(costs: Mapping[int, float], uncertainty: float = 0.1) -> list[StepTime]:
+    return [StepTime(rows, 0.01 * cost, uncertainty) for rows, cost in costs.items()]
 
 
 MEASURED = (1, 2, 4, 5, 6, 8, 10, 12, 16, 32)

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.accept import VerifiedStep, accept
-from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, KnownTime, LiveCosts
+from mlxspec.drafting.cost_file import StepTime
+from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts
 from mlxspec.drafting.planner import Planner, Policy, plan_drafts
 from mlxspec.drafting.suffix_source import SuffixSource
 from mlxspec.drafting.tree import DraftTree
 from tests.drafting.test_live_costs import ANY_TIME
+from tests.support.costs import live_costs
 from tests.support.planners import suffix_planner
 
 # A few rows are nearly free; the others cost more than they can gain.
@@ -164,12 +166,12 @@ def test_one_probe_serves_all_sequences_of_a_joint_step() -> None:
     rows_taken=st.integers(0, 70),
 )
 def test_no_step_times_make_planning_fail(
-    plain: KnownTime,
-    others: list[KnownTime],
+    plain: StepTime,
+    others: list[StepTime],
     seconds: list[float],
     rows_taken: int,
 ) -> None:
-    costs = LiveCosts({1024: [*others, replace(plain, rows=1)]})
+    costs = live_costs({1024: [*others, replace(plain, rows=1)]})
     together = costs.for_sequences(3)
     planners = [Planner(costs, [SuffixSource()]) for _ in range(2)]
     for planner in planners:

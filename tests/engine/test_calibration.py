@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from mlxspec.drafting.measurement import CAREFUL, QUICK
-from mlxspec.engine import costs
-from mlxspec.engine.costs import ModelSteps, calibrate, check_context, measured_contexts
+from mlxspec.drafting.measurement import CAREFUL
+from mlxspec.engine import calibration
+from mlxspec.engine.calibration import ModelSteps, calibrate, check_context, measured_contexts
 from mlxspec.engine.heads import TrainedHead
 from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.target import Capability
@@ -17,7 +17,7 @@ from tests.support import heads
 from tests.support.architectures import ARCHITECTURES
 from tests.support.random_models import SLIDING_GEMMA_3, random_model
 
-SMALL = replace(QUICK, rows=(2, 4, 16), rounds=2, plain_tokens=2, seconds=1e9)
+SMALL = replace(CAREFUL, rows=(2, 4, 16), rounds=2, plain_tokens=2, seconds=1e9)
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +29,13 @@ def llama() -> LoadedModel:
 def forwards(llama: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record the rows of each forward of a target."""
     rows: list[int] = []
-    forward = costs.Target.forward
+    forward = calibration.Target.forward
 
     def counting(self, tokens, tree):
         rows.append(len(tree))
         return forward(self, tokens, tree)
 
-    monkeypatch.setattr(costs.Target, "forward", counting)
+    monkeypatch.setattr(calibration.Target, "forward", counting)
     return rows
 
 
@@ -137,14 +137,14 @@ def test_a_model_with_a_head_is_measured_behind_a_filled_context(llama: LoadedMo
 
 def test_a_short_context_is_not_outgrown(monkeypatch: pytest.MonkeyPatch):
     longest = 0
-    forward = costs.Target.forward
+    forward = calibration.Target.forward
 
     def watching(self, tokens, tree):
         nonlocal longest
         longest = max(longest, self.length + len(tree))
         return forward(self, tokens, tree)
 
-    monkeypatch.setattr(costs.Target, "forward", watching)
+    monkeypatch.setattr(calibration.Target, "forward", watching)
     model = LoadedModel(random_model("llama", max_position_embeddings=48))
     calibrate(model, SMALL, context=12)
     assert 16 < longest <= 48
@@ -157,14 +157,14 @@ def test_a_careful_calibration_measures_as_wide_as_a_short_context_allows(
     window: int, widest: int, monkeypatch: pytest.MonkeyPatch
 ):
     longest = 0
-    forward = costs.Target.forward
+    forward = calibration.Target.forward
 
     def watching(self, tokens, tree):
         nonlocal longest
         longest = max(longest, self.length + len(tree))
         return forward(self, tokens, tree)
 
-    monkeypatch.setattr(costs.Target, "forward", watching)
+    monkeypatch.setattr(calibration.Target, "forward", watching)
     model = LoadedModel(random_model("llama", max_position_embeddings=window))
     careful, context = replace(CAREFUL, seconds=1e9), measured_contexts(model)[0]
     times = calibrate(model, careful, context=context).times

@@ -12,12 +12,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from mlxspec.drafting.cost_file import CostCache, KnownTimes
-from mlxspec.drafting.costs import KnownTime
-from mlxspec.engine import costs as measured_costs
-from mlxspec.engine.costs import (
-    KeptCosts,
-    cost_key,
+from mlxspec.drafting.cost_file import Calibration, CostFile, StepTime
+from mlxspec.drafting.costs import LiveCosts
+from mlxspec.engine import calibration
+from mlxspec.engine.calibration import (
+    cost_file,
     costs_for,
     measured_contexts,
     with_long_context,
@@ -30,10 +29,10 @@ from tests.support.openblas import needs_openblas
 from tests.support.random_models import random_model
 
 TIMES = [
-    KnownTime(rows, seconds, 0.01 / 1.96, 5)
+    StepTime(rows, seconds, 0.01 / 1.96, 5)
     for rows, seconds in ((1, 0.02), (2, 0.022), (4, 0.03), (8, 0.04))
 ]
-BUSY = [KnownTime(rows, 0.02 + 0.01 * rows, 0.8 / 1.96, 1) for rows in (1, 2, 4, 8)]
+BUSY = [StepTime(rows, 0.02 + 0.01 * rows, 0.8 / 1.96, 1) for rows in (1, 2, 4, 8)]
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +41,9 @@ def llama() -> LoadedModel:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> CostCache:
-    return CostCache(tmp_path)
+def file(llama: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CostFile:
+    monkeypatch.setenv("MLXSPEC_CACHE_DIR", str(tmp_path))
+    return cost_file(llama.model)
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[LoadedModel]:
 
     def calibrate(model, plan, *, context):
         measured.append(model)
-        return KnownTimes(TIMES, plan.source)
+        return Calibration(TIMES, plan.source)
 
-    monkeypatch.setattr(measured_costs, "calibrate", calibrate)
-    monkeypatch.setattr(measured_costs, "measured_contexts", lambda model: [64])
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    monkeypatch.setattr(calibration, "measured_contexts", lambda model: [64])
     return measured
 
 
@@ -67,7 +67,7 @@ def no_note_of_a_busy_machine() -> None:
 
 @pytest.mark.parametrize("drafts", [Capability.CHAIN, Capability.PLAIN])
 def test_a_first_start_measures_a_few_plain_steps_and_warns_of_nothing(
-    cache: CostCache, caplog: pytest.LogCaptureFixture, drafts: Capability
+    file: CostFile, caplog: pytest.LogCaptureFixture, drafts: Capability
 ) -> None:
     loaded, rows = LoadedModel(random_model("llama")), []
     loaded.chain_capability = drafts
@@ -79,27 +79,27 @@ def test_a_first_start_measures_a_few_plain_steps_and_warns_of_nothing(
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(type(loaded.model), "__call__", counted)
-        costs = costs_for(loaded, cache=cache)
+        costs = costs_for(loaded)
     assert sum(rows) < 32  # a prompt of 16 tokens and some single steps
     assert max(rows[1:]) <= 16
     assert costs.curve(4) == pytest.approx(2.0)  # the usual costs of rows
     assert not caplog.messages
-    (known,) = cache.read(cost_key(loaded.model)).values()
+    (known,) = cost_file(loaded.model).read().values()
     assert (known.source, [time.rows for time in known.times]) == ("steps", [1])
 
 
 def test_what_a_first_short_answer_has_shown_is_kept(
-    llama: LoadedModel, cache: CostCache, monkeypatch: pytest.MonkeyPatch
+    llama: LoadedModel, file: CostFile, monkeypatch: pytest.MonkeyPatch
 ):
-    costs = costs_for(llama, cache=cache)
+    costs = costs_for(llama)
     plain = costs.plain_seconds
     for rows in (1, 1, 2, 5):
         costs.record(rows, plain, rows == 1)
     costs.end()
-    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: pytest.fail("measured"))
-    again = costs_for(llama, cache=cache)
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: pytest.fail("measured"))
+    again = costs_for(llama)
     assert again.curve(5) < 1.5
-    (known,) = cache.read(cost_key(llama.model)).values()
+    (known,) = file.read().values()
     assert (known.source, [time.rows for time in known.times]) == ("steps", [1, 2, 5])
 
 
@@ -110,7 +110,7 @@ class Clock:
         return self.now
 
 
-def learn(costs: KeptCosts, steps: int = 100, wide: float = 0.06) -> None:
+def learn(costs: LiveCosts, steps: int = 100, wide: float = 0.06) -> None:
     for _ in range(steps // 2):
         costs.record(1, 0.02, True)
         costs.record(1, 0.02, True)
@@ -118,11 +118,11 @@ def learn(costs: KeptCosts, steps: int = 100, wide: float = 0.06) -> None:
 
 
 def test_the_first_use_measures_and_the_next_one_knows(
-    llama: LoadedModel, cache: CostCache, measurements: list[LoadedModel]
+    llama: LoadedModel, file: CostFile, measurements: list[LoadedModel]
 ):
-    first = costs_for(llama, cache=cache)
+    first = costs_for(llama)
     assert measurements == [llama]
-    again = costs_for(llama, cache=cache)
+    again = costs_for(llama)
     assert measurements == [llama]
     assert first.curve(8) == again.curve(8) == pytest.approx(2.0)
     assert again.plain_seconds == pytest.approx(0.02)
@@ -130,65 +130,65 @@ def test_the_first_use_measures_and_the_next_one_knows(
 
 def test_a_spoiled_cache_is_measured_anew(
     llama: LoadedModel,
-    cache: CostCache,
+    file: CostFile,
     measurements: list[LoadedModel],
     caplog: pytest.LogCaptureFixture,
 ):
-    costs_for(llama, cache=cache)
-    (cache.directory / cost_key(llama.model).file_name).write_text("{")
-    assert costs_for(llama, cache=cache).curve(8) == pytest.approx(2.0)
+    costs_for(llama)
+    file.path.write_text("{")
+    assert costs_for(llama).curve(8) == pytest.approx(2.0)
     assert "ignoring" in caplog.text
     assert len(measurements) == 2
-    assert costs_for(llama, cache=cache).curve(8) == pytest.approx(2.0)
+    assert costs_for(llama).curve(8) == pytest.approx(2.0)
     assert len(measurements) == 2
 
 
 def test_an_interrupted_measurement_leaves_the_cache_as_it_was(
-    llama: LoadedModel, cache: CostCache, monkeypatch: pytest.MonkeyPatch
+    llama: LoadedModel, file: CostFile, monkeypatch: pytest.MonkeyPatch
 ):
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(measured_costs, "calibrate", interrupted)
+    monkeypatch.setattr(calibration, "calibrate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        costs_for(llama, cache=cache)
-    assert list(cache.directory.iterdir()) == []
+        costs_for(llama)
+    assert not file.directory.exists()
 
 
 def test_what_steps_have_taught_is_kept(
-    llama: LoadedModel, cache: CostCache, measurements: list[LoadedModel]
+    llama: LoadedModel, file: CostFile, measurements: list[LoadedModel]
 ):
-    costs = costs_for(llama, cache=cache)
+    costs = costs_for(llama)
     learn(costs)
     costs.end()
-    assert costs_for(llama, cache=cache).curve(8) == pytest.approx(3.0, rel=0.05)
-    (known,) = cache.read(cost_key(llama.model)).values()
+    assert costs_for(llama).curve(8) == pytest.approx(3.0, rel=0.05)
+    (known,) = file.read().values()
     assert known.source == "steps"
 
 
 def test_what_shared_steps_have_taught_is_kept_for_each_number_of_sequences(
-    llama: LoadedModel, cache: CostCache, measurements: list[LoadedModel]
+    llama: LoadedModel, file: CostFile, measurements: list[LoadedModel]
 ):
-    costs = costs_for(llama, cache=cache)
+    costs = costs_for(llama)
     shared = costs.for_sequences(4)
     before = costs.curve(8)
     learn(shared)
     shared.end()
-    again = costs_for(llama, cache=cache)
+    again = costs_for(llama)
     assert again.for_sequences(4).curve(8) == pytest.approx(3.0, rel=0.05)
     assert again.for_sequences(3).curve(8) < 2.5
     assert again.curve(8) == pytest.approx(before)
-    (known,) = cache.read(cost_key(llama.model).of_sequences(4)).values()
+    (known,) = file.of_sequences(4).read().values()
     assert known.source == "steps"
 
 
-def test_saving_waits_if_the_last_one_is_recent(llama: LoadedModel, cache: CostCache):
-    key, clock = cost_key(llama.model), Clock()
-    known = KnownTimes([KnownTime(1, 0.02, 0.1), KnownTime(8, 0.04, 0.1)], "careful")
-    costs = KeptCosts(cache, key, {1024: known}, clock)
+def test_saving_waits_if_the_last_one_is_recent(llama: LoadedModel, file: CostFile):
+    clock = Clock()
+    known = Calibration([StepTime(1, 0.02, 0.1), StepTime(8, 0.04, 0.1)], "careful")
+    costs = LiveCosts({1024: known}, file, clock)
 
     def kept_cost() -> float:
-        times = cache.read(key)[1024].times
+        times = file.read()[1024].times
         return times[-1].seconds / times[0].seconds
 
     learn(costs, steps=100, wide=0.06)
@@ -203,16 +203,16 @@ def test_saving_waits_if_the_last_one_is_recent(llama: LoadedModel, cache: CostC
 
 
 def test_steps_after_a_long_context_are_measured_once_a_generation_has_had_one(
-    llama: LoadedModel, cache: CostCache, monkeypatch: pytest.MonkeyPatch
+    llama: LoadedModel, file: CostFile, monkeypatch: pytest.MonkeyPatch
 ):
     contexts: list[int] = []
 
     def calibrate(model, plan, *, context):
         contexts.append(context)
-        return KnownTimes(TIMES, "quick", split=context == 8000)
+        return Calibration(TIMES, "quick", split=context == 8000)
 
-    monkeypatch.setattr(measured_costs, "calibrate", calibrate)
-    costs = costs_for(llama, cache=cache)
+    monkeypatch.setattr(calibration, "calibrate", calibrate)
+    costs = costs_for(llama)
     costs.move_to(400)
     costs.end()
     assert not costs.wants_long_context
@@ -222,7 +222,7 @@ def test_steps_after_a_long_context_are_measured_once_a_generation_has_had_one(
     learn(costs)
     long = with_long_context(llama, costs)
     assert contexts == [64, 8000]
-    kept = cache.read(cost_key(llama.model))
+    kept = file.read()
     assert {context: known.split for context, known in kept.items()} == {64: False, 8000: True}
     assert llama.split_from == 715  # √(64 · 8000)
     long.move_to(600)
@@ -231,21 +231,21 @@ def test_steps_after_a_long_context_are_measured_once_a_generation_has_had_one(
     long.move_to(0)
     assert long.curve(8) == pytest.approx(costs.curve(8), rel=0.3)
     split_attention(llama, None)
-    assert not costs_for(llama, cache=cache).wants_long_context
+    assert not costs_for(llama).wants_long_context
     assert llama.split_from == 715
     split_attention(llama, None)
     assert contexts == [64, 8000]
 
 
 def test_a_busy_measurement_after_a_long_context_is_not_kept_and_not_tried_again(
-    llama: LoadedModel, cache: CostCache, monkeypatch: pytest.MonkeyPatch
+    llama: LoadedModel, file: CostFile, monkeypatch: pytest.MonkeyPatch
 ):
-    costs = KeptCosts(cache, cost_key(llama.model), {64: KnownTimes(TIMES, "quick")})
+    costs = LiveCosts({64: Calibration(TIMES, "quick")}, file)
     costs.move_to(600)
     costs.end()
-    monkeypatch.setattr(measured_costs, "calibrate", lambda *_, **__: KnownTimes(BUSY, "quick"))
+    monkeypatch.setattr(calibration, "calibrate", lambda *_, **__: Calibration(BUSY, "quick"))
     assert with_long_context(llama, costs) is costs
-    assert list(cache.read(cost_key(llama.model))) == [64]
+    assert list(file.read()) == [64]
     costs.end()
     assert not costs.wants_long_context
 
@@ -262,11 +262,11 @@ def test_a_busy_measurement_after_a_long_context_is_not_kept_and_not_tried_again
     ],
 )
 def test_attention_is_split_from_between_the_contexts_that_were_measured(
-    llama: LoadedModel, cache: CostCache, split: dict[int, bool | None], expected: int | None
+    llama: LoadedModel, file: CostFile, split: dict[int, bool | None], expected: int | None
 ):
-    known = {context: KnownTimes(TIMES, "quick", split=own) for context, own in split.items()}
-    cache.update(cost_key(llama.model), known)
-    costs_for(llama, cache=cache)
+    known = {context: Calibration(TIMES, "quick", split=own) for context, own in split.items()}
+    file.update(known)
+    costs_for(llama)
     assert llama.split_from == expected
     split_attention(llama, None)
 
@@ -285,13 +285,13 @@ def test_attention_is_split_from_between_the_contexts_that_were_measured(
 def test_contexts_fit_the_model_and_the_memory(
     settings: dict[str, int], gib: float, contexts: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(measured_costs, "whole_memory", lambda: int(gib * 2**30))
+    monkeypatch.setattr(calibration, "whole_memory", lambda: int(gib * 2**30))
     assert measured_contexts(LoadedModel(random_model("llama", **settings))) == contexts
 
 
 def test_several_sequences_share_the_memory(monkeypatch: pytest.MonkeyPatch):
     loaded = LoadedModel(random_model("llama"))
-    monkeypatch.setattr(measured_costs, "whole_memory", lambda: 256 * 16 * 8000)
+    monkeypatch.setattr(calibration, "whole_memory", lambda: 256 * 16 * 8000)
     assert measured_contexts(loaded) == [64, 1000, 8000]
     assert measured_contexts(loaded, sequences=4) == [64, 1000, 2000]
     assert measured_contexts(loaded, sequences=64) == [64]

@@ -13,7 +13,7 @@ from mlx_lm.models import base
 from mlx_lm.models.base import create_causal_mask
 
 from mlxspec.drafting.tree import DraftTree
-from mlxspec.engine import costs, patches
+from mlxspec.engine import calibration, patches
 from mlxspec.engine.capability import finite
 from mlxspec.engine.joint import Joint, JointMode
 from mlxspec.engine.loaded_model import LoadedModel
@@ -190,7 +190,7 @@ def test_what_is_faster_is_kept(
     whole: float, split: float, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = LoadedModel(random_model("llama"))
-    steps = costs.ModelSteps(loaded, context=8)
+    steps = calibration.ModelSteps(loaded, context=8)
     seconds = {None: itertools.chain([9.0], itertools.repeat(whole)), 0: itertools.repeat(split)}
     monkeypatch.setattr(steps, "drafted", lambda rows: next(seconds[loaded.split_from]))
     assert steps.splits_attention(end=1e18) is pays

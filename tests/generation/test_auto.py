@@ -16,10 +16,10 @@ import pytest
 import mlxspec
 from mlxspec import AutoDecoder
 from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
+from mlxspec.drafting.costs import LiveCosts
 from mlxspec.drafting.p_accept import Corrections
 from mlxspec.drafting.sources import RecordingDrafter
 from mlxspec.engine.capability import Capability
-from mlxspec.engine.costs import KeptCosts
 from mlxspec.engine.loaded_model import LoadedModel
 from tests.support.demo import FLAT, LINEAR, demo_decoder, given_costs, stand_in_decoder
 from tests.support.examples import examples
@@ -188,7 +188,7 @@ def test_stream_generate_takes_models_of_mlx_lm(monkeypatch: pytest.MonkeyPatch)
     model.set_dtype(mx.float32)
     measured: list[LoadedModel] = []
 
-    def costs_for(loaded: LoadedModel) -> KeptCosts:
+    def costs_for(loaded: LoadedModel) -> LiveCosts:
         measured.append(loaded)
         return given_costs(FLAT)
 

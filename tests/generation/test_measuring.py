@@ -8,9 +8,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import mlxspec
 from mlxspec.compat import stream_generate
-from mlxspec.drafting.cost_file import CostCache, CostKey, KnownTimes
-from mlxspec.drafting.costs import KnownTime
-from mlxspec.engine.costs import KeptCosts
+from mlxspec.drafting.cost_file import Calibration, CostFile, StepTime
+from mlxspec.drafting.costs import LiveCosts
 from mlxspec.engine.target import Capability
 from mlxspec.errors import MlxspecError
 from mlxspec.generation.decoder import Decoder
@@ -90,8 +89,8 @@ def test_a_draft_model_s_generation_is_refused_before_anything_is_measured(
 
 def test_what_a_lent_cache_holds_counts_for_the_costs(loaded: tuple) -> None:
     decoder = mlxspec.AutoDecoder(*loaded)
-    times = [KnownTime(1, 0.01, 0.001), KnownTime(16, 0.02, 0.001)]
-    decoder.costs = KeptCosts(CostCache(), CostKey({}, {}), {1024: KnownTimes(times, "test")})
+    times = [StepTime(1, 0.01, 0.001), StepTime(16, 0.02, 0.001)]
+    decoder.costs = LiveCosts({1024: Calibration(times)})
     moves: list[int] = []
     decoder.costs.move_to = moves.append
     cache = make_prompt_cache(decoder.model)
@@ -104,11 +103,11 @@ def test_what_generations_learn_of_costs_is_saved_once_in_a_while(
     loaded: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoder = mlxspec.AutoDecoder(*loaded)
-    times = [KnownTime(1, 0.01, 0.001), KnownTime(16, 0.02, 0.001)]
-    known = {1024: KnownTimes(times, "test")}
-    decoder.costs = KeptCosts(CostCache(), CostKey({}, {}), known, lambda: 0.0)
+    times = [StepTime(1, 0.01, 0.001), StepTime(16, 0.02, 0.001)]
+    known = {1024: Calibration(times)}
+    decoder.costs = LiveCosts(known, CostFile({}, {}), lambda: 0.0)
     saved: list[object] = []
-    monkeypatch.setattr(CostCache, "update", lambda *update: saved.append(update))
+    monkeypatch.setattr(CostFile, "update", lambda *update: saved.append(update))
     for _ in range(3):
         list(decoder.stream("The river", 3))
     assert len(saved) == 1

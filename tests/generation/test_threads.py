@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 import mlxspec
-from mlxspec.drafting.cost_file import CostCache, CostKey, KnownTimes
-from mlxspec.drafting.costs import KnownTime
-from mlxspec.engine.costs import KeptCosts
+from mlxspec.drafting.cost_file import Calibration, StepTime
+from mlxspec.drafting.costs import LiveCosts
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer, stand_in_decoder
 from tests.support.drop_in import REPEAT
@@ -31,21 +29,19 @@ KINDS = [
 ]
 
 
-def new_decoder(kind: type, directory: Path) -> mlxspec.Decoder:
+def new_decoder(kind: type) -> mlxspec.Decoder:
     """Return a decoder with costs that allow drafts and learn from each step."""
     decoder = stand_in_decoder(kind)
     curve = {1: 0.001, 16: 0.0012, 64: 0.008}
-    known = KnownTimes([KnownTime(*time, 0.05) for time in curve.items()], "quick")
-    decoder.costs = KeptCosts(CostCache(directory), CostKey({}, {}), {1024: known})
+    times = [StepTime(*time, 0.05) for time in curve.items()]
+    decoder.costs = LiveCosts({1024: Calibration(times)})
     return decoder
 
 
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_threads_that_share_a_decoder_write_what_each_writes_alone(
-    kind: type, tmp_path: Path
-) -> None:
-    decoder = new_decoder(kind, tmp_path)
+def test_threads_that_share_a_decoder_write_what_each_writes_alone(kind: type) -> None:
+    decoder = new_decoder(kind)
 
     def answers(prompt: str, times: int) -> list[list[int]]:
         return [[r.token for r in decoder.stream(prompt, 16)] for _ in range(times)]
@@ -65,13 +61,11 @@ def test_a_model_can_generate_first_in_another_thread_than_it_was_made_in() -> N
     assert len(at_once(answer)[0]) == 4
 
 
-def test_threads_that_come_first_measure_the_costs_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_that_come_first_measure_the_costs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, measured = stand_in_decoder(mlxspec.AutoDecoder), []
-    costs = new_decoder(mlxspec.AutoDecoder, tmp_path).costs
+    costs = new_decoder(mlxspec.AutoDecoder).costs
 
-    def measure(*_: object, **__: object) -> KeptCosts:
+    def measure(*_: object, **__: object) -> LiveCosts:
         measured.append(costs)
         return costs
 

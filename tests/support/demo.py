@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import TypeVar
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from mlxspec import Decoder
-from mlxspec.drafting.cost_file import CostCache, CostKey, KnownTimes
-from mlxspec.drafting.costs import KnownTime
-from mlxspec.engine.costs import KeptCosts, costs_for
+from mlxspec.drafting.cost_file import Calibration, StepTime
+from mlxspec.drafting.costs import LiveCosts
+from mlxspec.engine.calibration import costs_for
 from tests.support.examples import LONG
 from tests.support.llamas import repetitive_llama
 
@@ -70,18 +68,11 @@ def keep_costs() -> None:
     costs_for(demo().loaded)
 
 
-class GivenCosts(KeptCosts):
-    """Fixed costs: no step updates them, no file keeps them, and joint steps have none."""
+class GivenCosts(LiveCosts):
+    """Fixed costs: no step updates them, and no file keeps them."""
 
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:
         pass
-
-    def end(self) -> None:
-        pass
-
-    def _begun_with(self, known: Mapping[int, list[KnownTime]], count: int) -> GivenCosts:
-        found = {context: KnownTimes(times, "test") for context, times in known.items()}
-        return GivenCosts(self._cache, self._key, found)
 
 
 def given_costs(curve: dict[int, float]) -> GivenCosts:
@@ -89,6 +80,5 @@ def given_costs(curve: dict[int, float]) -> GivenCosts:
 
     A plain step takes a second, so that the time of planning decides nothing.
     """
-    times = [KnownTime(rows, cost, 0.001) for rows, cost in curve.items()]
-    found = {1024: KnownTimes(times, "test")}
-    return GivenCosts(CostCache(Path("nowhere")), CostKey({}, {}), found)
+    times = [StepTime(rows, cost, 0.001) for rows, cost in curve.items()]
+    return GivenCosts({1024: Calibration(times)})

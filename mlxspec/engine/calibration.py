@@ -22,14 +22,13 @@ from mlx_lm.models.cache import (
 )
 
 from ..drafting.accept import VerifiedStep
-from ..drafting.cost_file import CostCache, CostKey, KnownTimes, TimesByContext
-from ..drafting.costs import KnownTime, LiveCosts
+from ..drafting.cost_file import Calibration, CostFile
+from ..drafting.costs import LONG_CONTEXT, LiveCosts
 from ..drafting.drafter import Drafter
 from ..drafting.measurement import (
-    FIRST,
-    QUICK_LONG,
+    FIRST_USE,
+    LONG_CONTEXT_USE,
     MeasurementPlan,
-    ShareDone,
     measure,
     noise,
 )
@@ -95,7 +94,6 @@ def forward_memory(loaded: LoadedModel, max_kv_size: int | None) -> tuple[int, f
 _UNENDING = 1 << 30  # tokens
 _SHORT_CONTEXT = 64  # tokens before the measured steps
 _LONG_CONTEXTS = 1000, 8000
-_LEAST_LONG = 500  # tokens; attention to fewer takes a small part of a step
 _SHARE_OF_MEMORY = 1 / 16  # the share that the caches of a measurement may take
 
 
@@ -119,7 +117,7 @@ def measured_contexts(loaded: LoadedModel, sequences: int = 1) -> list[int]:
     most = min(window // 2, in_memory)
     while long > most:
         long //= 2
-    if long < _LEAST_LONG:
+    if long < LONG_CONTEXT:
         return [short]
     return [short, *[middle] * (long > middle), long]
 
@@ -138,8 +136,8 @@ def calibrate(
     context: int,
     sequences: int = 1,
     name: str = "",
-    on_progress: ShareDone | None = None,
-) -> KnownTimes:
+    on_progress: abc.Callable[[float], None] | None = None,
+) -> Calibration:
     """Measure how long plain and drafted steps of a model take.
 
     Afterwards the model's attention is split if that was faster in this measurement; see
@@ -147,7 +145,7 @@ def calibrate(
 
     Args:
         plan: which steps to measure, and for how long; see
-            :data:`mlxspec.drafting.measurement.FIRST`.
+            :data:`mlxspec.drafting.measurement.FIRST_USE`.
         context: the number of tokens before the first step. If the model's context is too short for
             all steps, there is only one round of steps.
         sequences: the number of sequences that share each step, each with its own context. A step
@@ -170,13 +168,13 @@ def calibrate(
         # The context grows by one token per step, and the widest step must fit at its end.
         room = max(1, min(1 + steps.target.max_depth, window - context - plan.tokens))
         split = None
-        splits = context >= _LEAST_LONG and room >= _SPLIT_ROWS and sequences == 1
+        splits = context >= LONG_CONTEXT and room >= _SPLIT_ROWS and sequences == 1
         if splits and mx.default_device().type == mx.gpu:
             split = steps.splits_attention(started + plan.seconds / 2)
         times = measure(
             steps.plain, steps.drafted, plan, room, started, time.perf_counter, on_progress
         )
-    return KnownTimes(times, plan.source, name=name, split=split)
+    return Calibration(times, plan.source, name=name, split=split)
 
 
 _SPLIT_ROWS = 12  # more than any fused attention takes, but few enough to be fast
@@ -330,56 +328,53 @@ class _RandomChains(Drafter):
         self._last = step.tokens[-1]
 
 
-# --- keeping ---
-
-_SECONDS_BETWEEN_SAVES = 30.0
+# --- the costs of a model ---
 
 
-def cost_key(model: nn.Module) -> CostKey:
-    """The key under which step times of this model on this machine are kept."""
-    return CostKey(machine_identity(), model_identity(model))
+def cost_file(model: nn.Module) -> CostFile:
+    """The file that keeps the step times of this model on this machine."""
+    return CostFile(machine_identity(), model_identity(model))
 
 
-def costs_for(loaded: LoadedModel, *, cache: CostCache | None = None) -> KeptCosts:
+def costs_for(loaded: LoadedModel) -> LiveCosts:
     """The costs of a model's steps on this machine.
 
     If they are not known yet, plain steps are measured, which takes as long as seven of them. The
     costs of drafts then begin with typical ones. All steps correct the costs, and the next process
     begins with these.
-
-    Args:
-        cache: where the times are kept; by default in the user's cache directory.
     """
-    cache, key = cache or CostCache(), cost_key(loaded.model)
-    if found := cache.read(key):
-        _log.info("step times are known from %s", cache.directory / key.file_name)
+    file = cost_file(loaded.model)
+    if found := file.read():
+        _log.info("step times are known from %s", file.path)
     else:
         short = measured_contexts(loaded)[0]
-        found = {short: _measured(loaded, FIRST, short)}
-        cache.update(key, found)
+        found = {short: _measured(loaded, FIRST_USE, short)}
+        file.update(found)
     split_attention(loaded, split_length(found))
-    return KeptCosts(cache, key, found)
+    return LiveCosts(found, file)
 
 
-def with_long_context(loaded: LoadedModel, costs: KeptCosts) -> KeptCosts:
+def with_long_context(loaded: LoadedModel, costs: LiveCosts) -> LiveCosts:
     """The costs, with times after a long context if these can be measured, in about a second.
 
     Args:
         costs: the model's costs.
     """
-    costs.tried_long_context()
+    costs.wants_long_context, costs.tried_long_context = False, True
     *_, context = measured_contexts(loaded)
-    if context < _LEAST_LONG:
+    if context < LONG_CONTEXT:
         return costs
-    known = _measured(loaded, QUICK_LONG, context)
+    known = _measured(loaded, LONG_CONTEXT_USE, context)
     if len(known.times) == 1 or noise(known.times):
         return costs
-    costs = costs.with_context(context, known)
-    split_attention(loaded, split_length(costs.found))
-    return costs
+    found = costs.known() | {context: known}
+    if costs.file:
+        costs.file.update(found)
+    split_attention(loaded, split_length(found))
+    return LiveCosts(found, costs.file)
 
 
-def _measured(loaded: LoadedModel, plan: MeasurementPlan, context: int) -> KnownTimes:
+def _measured(loaded: LoadedModel, plan: MeasurementPlan, context: int) -> Calibration:
     known = calibrate(loaded, plan, context=context)
     mx.clear_cache()
     words = ", ".join(f"T({one.rows}) {1000 * one.seconds:.1f} ms" for one in known.times)
@@ -387,7 +382,7 @@ def _measured(loaded: LoadedModel, plan: MeasurementPlan, context: int) -> Known
     return known
 
 
-def split_length(found: TimesByContext) -> int | None:
+def split_length(found: abc.Mapping[int, Calibration]) -> int | None:
     """The context length from which attention is split; None for never.
 
     It is the geometric mean of the last measured length at which unsplit attention was faster, and
@@ -397,63 +392,3 @@ def split_length(found: TimesByContext) -> int | None:
     whole = max(measured_whole, default=_SHORT_CONTEXT)
     split = [context for context, known in found.items() if known.split and context > whole]
     return math.isqrt(whole * min(split)) if split else None
-
-
-class KeptCosts(LiveCosts):
-    """Costs that real steps correct, and whose corrections are kept for the next process.
-
-    Args:
-        cache: where the corrections are kept.
-        key: from :func:`cost_key`.
-        found: the known times, for at least one context length.
-        clock: returns the time in seconds.
-
-    Attributes:
-        found: the known times, as the process has begun with them.
-        wants_long_context: whether a generation has had a long context, and only short ones are
-            known; see :func:`with_long_context`.
-    """
-
-    wants_long_context = False
-    _has_tried_long = False
-
-    def __init__(
-        self,
-        cache: CostCache,
-        key: CostKey,
-        found: TimesByContext,
-        clock: abc.Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__({context: known.times for context, known in found.items()})
-        self._cache, self._key, self.found = cache, key, found
-        self._clock = clock
-        self._next_save = clock()
-
-    def _begun_with(self, known: abc.Mapping[int, list[KnownTime]], count: int) -> LiveCosts:
-        """Costs for ``count`` sequences; they begin with what an earlier process learned."""
-        key = self._key.of_sequences(count)
-        begun = {context: KnownTimes(times, "steps") for context, times in known.items()}
-        return KeptCosts(self._cache, key, self._cache.read(key) or begun, self._clock)
-
-    def tried_long_context(self) -> None:
-        """Note that a long context has been tried; this process does not try it again."""
-        self.wants_long_context, self._has_tried_long = False, True
-
-    def with_context(self, context: int, known: KnownTimes) -> KeptCosts:
-        """New costs, which begin with these and with the times at a further context length."""
-        found = self._corrected() | {context: known}
-        self._cache.update(self._key, found)
-        return KeptCosts(self._cache, self._key, found, self._clock)
-
-    def end(self) -> None:
-        """Save the costs that a generation has learned, unless the last save is recent."""
-        is_new = self._context >= _LEAST_LONG > max(self.found)
-        self.wants_long_context = is_new and not self._has_tried_long
-        if self._clock() < self._next_save:
-            return
-        self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
-        self._cache.update(self._key, self._corrected())
-
-    def _corrected(self) -> TimesByContext:
-        known = self.known().items()
-        return {context: self.found[context].corrected(times) for context, times in known}
