@@ -125,9 +125,9 @@ def no_note_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def few_measured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure long-context costs with few steps. Exact ones would take a second."""
     few = replace(
-        mlxspec.engine.calibration.LONG_CONTEXT_USE, rows=(2, 4, 8), rounds=2, seconds=60.0
+        mlxspec.engine.calibration.FIRST_LONG_CONTEXT, rows=(2, 4, 8), rounds=2, seconds=60.0
     )
-    monkeypatch.setattr(mlxspec.engine.calibration, "LONG_CONTEXT_USE", few)
+    monkeypatch.setattr(mlxspec.engine.calibration, "FIRST_LONG_CONTEXT", few)
 
 
 @pytest.fixture(autouse=True)

@@ -253,12 +253,11 @@ def joint_report(
         and ``completions`` are the totals; ``tokens_per_step``, ``rows_per_step`` and
         ``sequences_per_step`` are means over the joint steps.
     """
-    whole = curve.extended()
-    speedup, batching = (one.tokens / one.cost(whole) for one in (joint, plain))
+    speedup, batching = (one.tokens / one.cost(curve) for one in (joint, plain))
     return {
         "speedup": speedup,
         "plain_batching": batching,
-        "one_at_a_time": joint.tokens / sum(one.cost(whole) for one in alone),
+        "one_at_a_time": joint.tokens / sum(one.cost(curve) for one in alone),
         "over_plain_batching": speedup / batching,
         "tokens": joint.tokens,
         "completions": len(alone),

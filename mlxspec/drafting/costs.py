@@ -65,22 +65,16 @@ class CostCurve:
         self.row_costs: list[float] = slopes.min(axis=1).tolist()
 
     def __call__(self, rows: int) -> float:
-        """The cost of a step over ``rows`` rows. Beyond ``widest``, the last slope continues."""
+        """The cost of a step over ``rows`` rows.
+
+        Beyond ``widest``, the last slope continues, but the cost rises at least in proportion to
+        the rows. If it stayed flat, any number of further rows would be free.
+        """
         if rows <= self.widest:
             return self.table[rows]
         before = self.rows[-2] if len(self.rows) > 1 else 0
         slope = (self.table[-1] - self.table[before]) / (self.widest - before)
-        return self.table[-1] + slope * (rows - self.widest)
-
-    def extended(self) -> CostCurve:
-        """The curve extended beyond its last point, for joint steps of many sequences.
-
-        There the cost rises at least in proportion to the rows. If it stayed flat, any number of
-        further rows would be free.
-        """
-        widest = self.widest
-        points = [(rows, self(rows)) for rows in range(1, widest + 1)]
-        return CostCurve([*points, (2 * widest, max(self(2 * widest), 2 * self(widest)))])
+        return self.table[-1] + max(slope, self.table[-1] / self.widest) * (rows - self.widest)
 
 
 USUAL_SYNC_OVERHEAD = 0.02
@@ -120,8 +114,8 @@ class FixedCosts:
         """The costs of joint steps of ``count`` sequences, as :meth:`LiveCosts.for_sequences`
         assumes before such steps have run. The cost of attending to several contexts is left out.
         """
-        whole = self.curve.extended()
-        points = ((1 + n, whole(count + n) / whole(count)) for n in range(self.curve.widest))
+        curve = self.curve
+        points = ((1 + n, curve(count + n) / curve(count)) for n in range(curve.widest))
         return replace(self, curve=CostCurve(points))
 
     def record(self, rows: int, seconds: float, pipelined: bool) -> None:

@@ -64,7 +64,7 @@ FIRST_USE = MeasurementPlan(
     rows=(), rounds=1, plain_tokens=3, seconds=0.5, least_uncertainty=0.1, source="steps"
 )
 # Used after a first long context. Other rows are derived from these.
-LONG_CONTEXT_USE = MeasurementPlan(
+FIRST_LONG_CONTEXT = MeasurementPlan(
     rows=(4, 8, 16), rounds=8, plain_tokens=3, seconds=1.1, least_uncertainty=0.08, source="quick"
 )
 

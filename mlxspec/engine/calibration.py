@@ -1,4 +1,4 @@
-"""Measures the costs of a model's steps and the memory of its forwards, and keeps costs on disk."""
+"""Measures a model's step times, and the memory of its forwards."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ..drafting.cost_file import Calibration, CostFile
 from ..drafting.costs import LONG_CONTEXT, LiveCosts
 from ..drafting.drafter import Drafter
 from ..drafting.measurement import (
+    FIRST_LONG_CONTEXT,
     FIRST_USE,
-    LONG_CONTEXT_USE,
     MeasurementPlan,
     measure,
     noise,
@@ -364,7 +364,7 @@ def with_long_context(loaded: LoadedModel, costs: LiveCosts) -> LiveCosts:
     *_, context = measured_contexts(loaded)
     if context < LONG_CONTEXT:
         return costs
-    known = _measured(loaded, LONG_CONTEXT_USE, context)
+    known = _measured(loaded, FIRST_LONG_CONTEXT, context)
     if len(known.times) == 1 or noise(known.times):
         return costs
     found = costs.known() | {context: known}

@@ -116,7 +116,7 @@ def test_planners_share_rows_where_they_pay() -> None:
         joint = replay_jointly(work, lambda output, c=curve: suffix_planner(c), curve, 3)
         plain = replay_plain_batch(work, 3)
         assert joint.tokens == plain.tokens == 72 + 60 + 60
-        faster = plain.cost(curve.extended()) / joint.cost(curve.extended())
+        faster = plain.cost(curve) / joint.cost(curve)
         assert faster > 1.1 if gains else faster >= 0.98
 
 
