@@ -33,8 +33,9 @@ import numpy as np
 from learned_costs import MEASURED, Machine, Scenario, speeds
 
 from mlxspec.bench.prompts import read_completions
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.drafting.cost_file import Calibration, StepTime
-from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, LiveCosts
+from mlxspec.drafting.costs import Costs, FixedCosts, LiveCosts
 from mlxspec.engine.calibration import ModelSteps, cost_file, costs_for
 from mlxspec.models.tokenizer import VocabularyClasses, load_tokenizer_of
 

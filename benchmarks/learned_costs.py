@@ -21,8 +21,9 @@ from mlxspec.bench.prompts import Completion, read_completions
 from mlxspec.bench.replay import replay
 from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.chips import known_chip
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.drafting.cost_file import Calibration, StepTime
-from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts, LiveCosts
+from mlxspec.drafting.costs import Costs, FixedCosts, LiveCosts
 from mlxspec.drafting.drafter import Drafter
 from mlxspec.drafting.experience import Experience
 from mlxspec.drafting.p_accept import TokenClasses

@@ -22,8 +22,9 @@ from mlxspec.bench.replay import replay
 from mlxspec.corpus.suffix_index import SuffixIndex
 from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.chips import known_chip
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.drafting.cost_file import Calibration, StepTime
-from mlxspec.drafting.costs import CostCurve, FixedCosts, LiveCosts
+from mlxspec.drafting.costs import FixedCosts, LiveCosts
 from mlxspec.drafting.planner import Planner, trees_pay
 from mlxspec.drafting.suffix_source import SuffixSource
 from mlxspec.drafting.tree import DraftTree

@@ -20,7 +20,8 @@ from typing import Self
 from mlxspec.bench.policies import AUTO, POLICIES, NewPlanner, ReplayPolicy, planned
 from mlxspec.cli.replay import replay_command
 from mlxspec.drafting.accept import VerifiedStep
-from mlxspec.drafting.costs import CostCurve, FixedCosts
+from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.drafting.costs import FixedCosts
 from mlxspec.drafting.drafter import NoDraft
 from mlxspec.drafting.heads import HeadExperience, HeadSource
 from mlxspec.drafting.p_accept import TokenClasses

@@ -18,7 +18,7 @@ from mlxspec.bench.replay import verify
 from mlxspec.cli.replay import replay_command
 from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.candidates import Candidates
-from mlxspec.drafting.costs import CostCurve
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.drafting.drafter import Drafter
 from mlxspec.drafting.p_accept import TokenClasses
 from mlxspec.drafting.planner import trees_pay

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ..corpus.answer_index import AnswerIndex
-from ..drafting.costs import CostCurve, FixedCosts
+from ..drafting.cost_curve import CostCurve
+from ..drafting.costs import FixedCosts
 from ..drafting.drafter import Drafter
 from ..drafting.experience import Experience
 from ..drafting.p_accept import TokenClasses

@@ -15,7 +15,8 @@ from statistics import fmean, geometric_mean
 from typing import Any, NamedTuple
 
 from ..drafting.accept import VerifiedStep, accept
-from ..drafting.costs import CostCurve, FixedCosts
+from ..drafting.cost_curve import CostCurve
+from ..drafting.costs import FixedCosts
 from ..drafting.drafter import Drafter, NoDraft
 from ..drafting.p_accept import TokenClasses
 from ..drafting.planner import Planner, plan_drafts

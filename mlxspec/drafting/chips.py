@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from ..errors import OptionError
-from .costs import CostCurve
+from .cost_curve import CostCurve
 
 ESTIMATED = "≈"
 """The mark for estimates."""

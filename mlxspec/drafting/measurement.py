@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
 from .cost_file import Reliability, StepTime
-from .costs import STEP_SECONDS
+from .time_filter import STEP_SECONDS
 
 
 @dataclass(frozen=True)

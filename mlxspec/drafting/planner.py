@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from .accept import VerifiedStep
 from .candidates import Candidates, Source, SourceNode, TreeNode
-from .costs import CostCurve, Costs
+from .cost_curve import CostCurve
+from .costs import Costs
 from .experience import Experience
 from .heads import HeadSource
 from .sources import forced_chain

@@ -5,7 +5,7 @@ import pytest
 from mlxspec.bench.policies import AUTO, POLICIES, policies_with_memory
 from mlxspec.bench.prompts import Completion, chosen
 from mlxspec.bench.replay import compare
-from mlxspec.drafting.costs import CostCurve
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.errors import OptionError
 
 OUTPUT = list(range(100, 160))

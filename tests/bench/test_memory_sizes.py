@@ -10,7 +10,7 @@ from mlxspec.bench.policies import AUTO, POLICIES, policies_with_memory
 from mlxspec.bench.prompts import Completion
 from mlxspec.bench.replay import Report, compare
 from mlxspec.drafting.chips import known_chip
-from mlxspec.drafting.costs import CostCurve
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.errors import OptionError
 
 FLAT = {"flat": CostCurve([(1, 1), (64, 1.1)])}

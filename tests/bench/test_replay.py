@@ -6,7 +6,7 @@ import pytest
 
 from mlxspec.bench.replay import Replayed, Step, replay, replay_report
 from mlxspec.drafting.accept import VerifiedStep
-from mlxspec.drafting.costs import CostCurve
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.drafting.drafter import Drafter, NoDraft
 from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.drafting.tree import DraftTree

@@ -17,7 +17,8 @@ from mlxspec.bench.replay import (
     replay_jointly,
     verdict,
 )
-from mlxspec.drafting.costs import CostCurve, FixedCosts
+from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.drafting.costs import FixedCosts
 from mlxspec.drafting.drafter import Drafter, NoDraft
 from mlxspec.drafting.tree import DraftTree
 from tests.bench.test_replay import Scripted, of_rows

@@ -11,7 +11,7 @@ from benchmarks.replayed_head import ReplayedHead, policies_with_head
 from mlxspec.bench.policies import AUTO, POLICIES
 from mlxspec.bench.prompts import Completion
 from mlxspec.bench.replay import Replayed, Step, compare, replay, replay_jointly
-from mlxspec.drafting.costs import CostCurve
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.drafting.heads import HeadExperience
 from mlxspec.drafting.tree import DraftTree
 from tests.bench.test_replay import Scripted

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.rivals import RIVALS, Hindsight, NgramSimple, SuffixPath
 from mlxspec.bench.policies import POLICIES
 from mlxspec.bench.replay import replay
-from mlxspec.drafting.costs import CostCurve
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.drafting.drafter import Drafter
 from tests.support.planners import suffix_planner
 

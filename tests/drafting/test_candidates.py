@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.candidates import Candidates, TreeNode
-from mlxspec.drafting.costs import CostCurve
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.drafting.planner import best_draft, expected_tokens
 from mlxspec.drafting.tree import DraftTree
 from tests.support.planners import suffix_planner

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mlxspec.drafting.costs import CostCurve
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.errors import OptionError
 
 

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlxspec.drafting.cost_file import Calibration, CostFile, StepTime, cost_files
-from mlxspec.drafting.costs import WIDEST, LiveCosts
+from mlxspec.drafting.costs import LiveCosts
+from mlxspec.drafting.time_filter import WIDEST
 from tests.support.examples import examples
 from tests.support.hostile import harmless, mutated
 

@@ -9,7 +9,8 @@ import pytest
 
 from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.candidates import Candidates
-from mlxspec.drafting.costs import CostCurve, FixedCosts
+from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.drafting.costs import FixedCosts
 from mlxspec.drafting.drafter import Drafter
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.prompt_lookup import PromptLookupDrafter

@@ -11,7 +11,8 @@ import pytest
 from mlxspec.bench.replay import replay, verify
 from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.candidates import Candidates, TreeNode
-from mlxspec.drafting.costs import CostCurve, FixedCosts
+from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.drafting.costs import FixedCosts
 from mlxspec.drafting.drafter import NoDraft
 from mlxspec.drafting.heads import HEAD, HeadExperience, HeadSource
 from mlxspec.drafting.planner import Planner, plan_drafts

@@ -12,14 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.drafting.cost_file import StepTime
-from mlxspec.drafting.costs import (
-    STEP_SECONDS,
-    USUAL_SYNC_OVERHEAD,
-    CostCurve,
-    LiveCosts,
-    TimeFilter,
-)
+from mlxspec.drafting.costs import LiveCosts
+from mlxspec.drafting.time_filter import STEP_SECONDS, USUAL_SYNC_OVERHEAD, TimeFilter
 from tests.support.costs import live_costs
 from tests.support.threads import at_once
 

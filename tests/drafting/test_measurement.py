@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mlxspec.drafting.chips import known_chip
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.drafting.cost_file import StepTime
-from mlxspec.drafting.costs import CostCurve, TimeFilter
 from mlxspec.drafting.measurement import (
     CAREFUL,
     MeasurementPlan,
@@ -20,6 +20,7 @@ from mlxspec.drafting.measurement import (
     measure,
     noise,
 )
+from mlxspec.drafting.time_filter import TimeFilter
 
 SHORT = replace(CAREFUL, rows=CAREFUL.rows[:9], seconds=1.8, least_uncertainty=0.08)
 

@@ -15,8 +15,9 @@ from mlxspec.corpus.suffix_index import SEPARATOR, Occurrence
 from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.candidates import Candidates
 from mlxspec.drafting.chips import known_chip
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.drafting.cost_file import StepTime
-from mlxspec.drafting.costs import CostCurve, FixedCosts, LiveCosts
+from mlxspec.drafting.costs import FixedCosts, LiveCosts
 from mlxspec.drafting.p_accept import AcceptanceModel, Corrections
 from mlxspec.drafting.planner import Planner, allowed_shortfall
 from mlxspec.drafting.suffix_source import SuffixSource, Text, TextNode

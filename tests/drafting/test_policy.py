@@ -9,7 +9,7 @@ import pytest
 
 from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.chips import known_chip
-from mlxspec.drafting.costs import CostCurve
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.drafting.planner import (
     Policy,
     allowed_shortfall,

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.accept import VerifiedStep, accept
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.drafting.cost_file import StepTime
-from mlxspec.drafting.costs import CostCurve, Costs, FixedCosts
+from mlxspec.drafting.costs import Costs, FixedCosts
 from mlxspec.drafting.planner import Planner, Policy, plan_drafts
 from mlxspec.drafting.suffix_source import SuffixSource
 from mlxspec.drafting.tree import DraftTree

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mlxspec.drafting.costs import CostCurve, FixedCosts
+from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.drafting.costs import FixedCosts
 from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.suffix_source import SuffixSource
 

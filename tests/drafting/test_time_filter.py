@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.chips import known_chip
+from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.drafting.cost_file import StepTime
-from mlxspec.drafting.costs import WIDEST, CostCurve, TimeFilter
+from mlxspec.drafting.time_filter import WIDEST, TimeFilter
 from tests.support.interrupts import functions_of, interrupted_anywhere
 
 M4 = known_chip("M4 Pro").curve
