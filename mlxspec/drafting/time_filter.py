@@ -48,7 +48,6 @@ _HOPE, _USUAL_ERROR = 2.0, 0.3
 _STEPS_PER_DOUBT = 32
 _DOUBT_VARIANCE = 0.25**2
 _MOST_DOUBT = 1.0
-_FIRST_REACH = 4  # the most rows with a hopeful cost if no draft has run lately
 
 _NOISE_RATE = 0.05
 _NOISE_CLIP = 4.0  # in variances
@@ -151,7 +150,7 @@ class TimeFilter:
                 if rows > self._measured:
                     self._rows[rows] = self._unseen(rows)
         self._widest = self._rows[max(self._rows)] if self._rows else self._plain
-        self._steps_since_doubt, self._widest_since_doubt, self._reach = 0, 1, _FIRST_REACH
+        self._steps_since_doubt, self._widest_since_doubt = 0, 1
         self._doubt, self._beyond = 0.0, WIDEST  # an extra variance, for more rows than ``_beyond``
         # If plain steps scattered so much that T(1) is hardly known, other steps will, too.
         self._noise = min(max(_FIRST_NOISE, plain**2), _MOST_NOISE)
@@ -165,10 +164,7 @@ class TimeFilter:
         return self._both(context)[0]
 
     def hopeful(self, context: int) -> CostCurve:
-        """The lowest plausible costs: lower than :meth:`curve` where that is uncertain.
-
-        They are lower only for few rows, and for up to twice as many rows as have run lately.
-        """
+        """The lowest plausible costs: lower than :meth:`curve` where that is uncertain."""
         return self._both(context)[1]
 
     @property
@@ -263,7 +259,6 @@ class TimeFilter:
             return
         self._doubt = min(self._doubt + _DOUBT_VARIANCE, _MOST_DOUBT)
         self._beyond = self._widest_since_doubt
-        self._reach = max(_FIRST_REACH, 2 * self._widest_since_doubt)
         self._steps_since_doubt, self._widest_since_doubt = 0, 1
         self._forget_curves()
 
@@ -328,8 +323,6 @@ class TimeFilter:
 
     def _hope(self, rows: int, own: _Rows) -> float:
         """The most by which the logarithm of a cost may plausibly be too high."""
-        if rows > self._reach:
-            return 0.0
         parts = 0.0, 1.0, own.power
         shared = _dot(parts, _product(self._covariance, parts))
         variance = own.variance + self._doubt_of(rows) + shared

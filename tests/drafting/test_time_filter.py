@@ -262,9 +262,6 @@ def test_costs_of_rows_that_never_run_become_uncertain_until_a_step_runs():
     assert [live.curve(CONTEXT)(rows) for rows in range(1, WIDEST + 1)] == believed
     assert live.hopeful(CONTEXT)(2) < 1.2
     assert live.hopeful(CONTEXT)(4) < 2
-    assert live.hopeful(CONTEXT)(8) == live.curve(CONTEXT)(
-        8
-    )  # wide drafts wait until small ones have paid
     assert live.stddev < 0.2  # plain steps are known, so the first drafted step settles it
     live.record(2, CONTEXT, 2 * PLAIN_SECONDS)
     assert (
@@ -294,14 +291,13 @@ def test_what_one_process_doubts_the_next_one_doubts_more():
     assert again.hopeful(CONTEXT)(2) == pytest.approx(2, rel=0.1)
 
 
-def test_hope_reaches_twice_as_far_as_drafts_have_run():
+def test_only_rows_that_have_not_run_lately_are_hoped_to_be_cheaper():
     live = measured(LINEAR, uncertainty=0.05)
     for _ in range(300):
         live.record(4, CONTEXT, 4 * PLAIN_SECONDS)
         live.ran(4)
     assert live.hopeful(CONTEXT)(4) == pytest.approx(live.curve(CONTEXT)(4))
     assert live.hopeful(CONTEXT)(8) < 0.6 * live.curve(CONTEXT)(8)
-    assert live.hopeful(CONTEXT)(16) == live.curve(CONTEXT)(16)
 
 
 def test_the_curve_is_the_same_object_until_a_cost_changes():
