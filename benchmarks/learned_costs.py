@@ -52,6 +52,7 @@ class Scenario:
         sync_overhead: of waiting for a token.
         slow: how many times as long all steps take in every other phase.
         only_plain: whether nothing else was measured.
+        widest: the most rows that were measured.
         linear: whether each row was measured to cost a plain step.
     """
 
@@ -62,6 +63,7 @@ class Scenario:
     sync_overhead: float = 0.03
     slow: float = 1.0
     only_plain: bool = False
+    widest: int = 32
     linear: bool = False
 
     def known(self, curve: CostCurve) -> Calibration:
@@ -70,7 +72,7 @@ class Scenario:
             return Calibration([StepTime(1, 1.4 * _PLAIN_STEP, 0.4)])
         chance = random.Random(7)
         costs = {1: self.plain}
-        for rows in MEASURED:
+        for rows in (rows for rows in MEASURED if rows <= self.widest):
             cost = float(rows) if self.linear else self.drafted * curve(rows)
             costs[rows] = cost * chance.lognormvariate(0, self.error)
         times = [StepTime(rows, _PLAIN_STEP * cost, 0.1) for rows, cost in costs.items()]
@@ -81,6 +83,7 @@ _SCENARIOS = {
     "right": Scenario(scatter=0.03),
     "error 10 %": Scenario(error=0.1),
     "only T(1)": Scenario(only_plain=True),
+    "up to 8 rows": Scenario(error=0.1, widest=8),
     "drafts × 0.6": Scenario(drafted=0.6),
     "drafts × 1.6": Scenario(drafted=1.6),
     "linear": Scenario(linear=True),

@@ -39,7 +39,6 @@ _LEAST_NOISE, _FIRST_NOISE, _MOST_NOISE = 0.02**2, 0.07**2, 0.4**2
 # reaches both of these extremes.
 _USUAL_EXPONENT, _EXPONENT_VARIANCE = 0.5, 0.35**2
 _USUAL_ROWS = (2, 4, 8, 16, 32)
-_WIDE = 8  # if this many rows were measured, the times of wider steps follow from them
 
 # The hopeful curve takes an uncertain cost to be lower than estimated: by _HOPE standard errors,
 # less the usual error of a measurement. The costs of steps wider than all recent ones become more
@@ -103,8 +102,8 @@ class TimeFilter:
     changed. So a hot or busy machine changes the speed, but not the costs, which are ratios. The
     term for a number of rows has its own variance, most of which the first such step removes.
 
-    If wide steps were never measured, they begin with a typical cost: a power of the number of
-    rows, whose exponent is also a shared term, so one real step corrects them all.
+    Steps wider than all measured ones begin with a typical cost: a power of the number of rows,
+    whose exponent is also a shared term, so one real step corrects them all.
 
     An outlier is ignored unless several consecutive steps with the same number of rows are
     outliers. If all recent steps are outliers, the machine has changed.
@@ -145,10 +144,9 @@ class TimeFilter:
             for rows, error in sorted(errors.items())
         }
         self._measured = max(self._rows, default=1)
-        if self._measured < _WIDE:
-            for rows in _USUAL_ROWS:
-                if rows > self._measured:
-                    self._rows[rows] = self._unseen(rows)
+        for rows in _USUAL_ROWS:
+            if rows > self._measured:
+                self._rows[rows] = self._unseen(rows)
         self._widest = self._rows[max(self._rows)] if self._rows else self._plain
         self._steps_since_doubt, self._widest_since_doubt = 0, 1
         self._doubt, self._beyond = 0.0, WIDEST  # an extra variance, for more rows than ``_beyond``
@@ -334,7 +332,7 @@ class TimeFilter:
 
     def _unseen(self, rows: int) -> _Rows:
         """The expected state for a number of rows that has not run."""
-        if rows > self._measured and self._measured < _WIDE:
+        if rows > self._measured:
             last = self._rows.get(self._measured, self._plain)
             variance, power = last.variance + _UNSEEN_VARIANCE, math.log(rows / self._measured)
             return _Rows(last.seconds, variance, last.value, power)
