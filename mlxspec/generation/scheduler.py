@@ -88,7 +88,7 @@ class Scheduler:
         self.steps = 0
         self._step_seconds = 0.0
         self._plain_seconds = math.inf  # of a step without drafts
-        self._least_seconds = math.inf  # the same, the least so far: what any forward takes
+        self._forward_seconds = 0.0  # the least of these so far, which any forward takes
         self._prefill_speed = 0.0  # tokens per second beyond that
         self._prompt_tokens = 0  # that have run
         self._deadline = math.inf  # when this turn's prompts must stop
@@ -212,11 +212,6 @@ class Scheduler:
             if time.perf_counter() + (0.0 if alone else self._forward_seconds) >= end:
                 return
 
-    @property
-    def _forward_seconds(self) -> float:
-        """What a forward takes beside the time of its tokens; 0 if that is not known."""
-        return self._least_seconds if self._least_seconds < math.inf else 0.0
-
     def _note_speed(self, tokens: int, started: float) -> None:
         """Update the prefill's speed, given that ``tokens`` have run since ``started``."""
         self._prompt_tokens += tokens
@@ -322,8 +317,9 @@ class Scheduler:
             cost = self._batch.cost(sequence, step)
             # Only if its time is that of one forward, with no prompt beside it.
             if step.pipelined == step.ahead and self._deadline == math.inf:
-                self._plain_seconds = self._step_seconds / max(1.0, cost)  # 1 if unknown
-                self._least_seconds = min(self._least_seconds, self._plain_seconds)
+                plain = self._step_seconds / max(1.0, cost)  # 1 if unknown
+                self._plain_seconds = plain
+                self._forward_seconds = min(self._forward_seconds or plain, plain)
             request.on_step(step, self._step_seconds, cost)
             for response in request.responses_of(step):
                 if response.finish_reason:

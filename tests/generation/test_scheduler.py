@@ -337,6 +337,22 @@ def test_running_generations_wait_for_a_prompt_no_longer_than_a_few_steps(
     scheduler.close()
 
 
+def test_the_next_step_waits_for_the_sequence_of_a_prompt_that_still_runs() -> None:
+    scheduler = Scheduler(small_decoder(), stall=1e-6)  # chunks of 16 tokens
+    first = submit(scheduler, [7, 3, 9], lambda response: None, 60)
+    second = submit(scheduler, [5, 8, 1], lambda response: None, 4)
+    while not second.done:
+        scheduler.turn()
+    assert first.sequence is not None and first.sequence.ahead
+    third = submit(scheduler, [(7 * i) % 64 for i in range(100)], lambda response: None, 4)
+    scheduler.turn()
+    assert third.state is State.PREFILL and not first.sequence.ahead
+    while third.state is State.PREFILL:
+        scheduler.turn()
+    assert third.sequence is not None and third.sequence.ahead and first.sequence.ahead
+    scheduler.close()
+
+
 def test_a_prompt_is_run_in_chunks_where_others_wait_for_the_turn() -> None:
     scheduler = Scheduler(small_decoder(), stall=1e-6)  # chunks of 16 tokens
     for hurried, most in ((True, 16), (False, 199)):
