@@ -343,13 +343,17 @@ def test_the_next_step_waits_for_the_sequence_of_a_prompt_that_still_runs() -> N
     second = submit(scheduler, [5, 8, 1], lambda response: None, 4)
     while not second.done:
         scheduler.turn()
-    assert first.sequence is not None and first.sequence.ahead
+    assert first.sequence
+    assert first.sequence.ahead
     third = submit(scheduler, [(7 * i) % 64 for i in range(100)], lambda response: None, 4)
     scheduler.turn()
-    assert third.state is State.PREFILL and not first.sequence.ahead
+    assert third.state is State.PREFILL
+    assert not first.sequence.ahead
     while third.state is State.PREFILL:
         scheduler.turn()
-    assert third.sequence is not None and third.sequence.ahead and first.sequence.ahead
+    assert third.sequence
+    assert third.sequence.ahead
+    assert first.sequence.ahead
     scheduler.close()
 
 
