@@ -12,7 +12,6 @@ from .drafting.lookahead import LookaheadDrafter as LookaheadDrafter
 from .drafting.prompt_lookup import PromptLookupDrafter as PromptLookupDrafter
 from .drafting.sources import CombinedDrafter as CombinedDrafter
 from .drafting.tree import DraftTree as DraftTree
-from .engine.draft_model import DraftModelDrafter as DraftModelDrafter
 from .engine.params import Constraint as Constraint
 from .engine.params import SamplingParams as SamplingParams
 from .engine.params import pure as pure

@@ -32,7 +32,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 from .corpus.answer_index import AnswerIndex
-from .engine.draft_model import DraftModelDrafter, check_vocabularies
+from .engine.draft_model import DraftModel
 from .engine.loaded_model import LoadedModel
 from .engine.target import Progress
 from .errors import OptionError
@@ -128,8 +128,8 @@ def stream_generate(
         model, tokenizer: from :func:`mlxspec.load` or ``mlx_lm.load``.
         prompt: text, token ids, or messages, as for :meth:`mlxspec.Decoder.stream`.
         max_tokens: the most tokens to generate; -1 for no limit.
-        draft_model: a small model with the same tokenizer, which drafts where no text repeats. It
-            samples with the output's random numbers.
+        draft_model: a small model with the same tokenizer, which drafts where text drafts are
+            unlikely to be right, if that pays for its time.
         stream: ignored; everything runs on mlx-lm's ``generation_stream``.
         num_draft_tokens: the most tokens that ``draft_model`` drafts.
         prompt_progress_callback: called with the number of prompt tokens processed, and their
@@ -164,9 +164,9 @@ def stream_generate(
     drafting = decoder.drafting
     if draft_model is not None:
         options.pop("max_kv_size", None)
-        drafter = DraftModelDrafter(draft_model, num_draft_tokens)
-        check_vocabularies(drafter.loaded, decoder.loaded.vocab_size, len(decoder.tokenizer))
-        drafting = replace(drafting, extra=lambda: drafter)
+        own = DraftModel(draft_model, num_draft_tokens)
+        own.check_vocabulary(decoder.loaded.vocab_size, len(decoder.tokenizer))
+        drafting = replace(drafting, draft_model=own)
     return responses(decoder.new_request(prompt, max_tokens, options, drafting))
 
 

@@ -26,11 +26,6 @@ class Drafter:
     branching = True
     """Whether the drafter's trees may branch. If False, the model is not tried for trees."""
 
-    is_fallback = False
-    """Whether the drafter, if it is the second one of a :class:`mlxspec.CombinedDrafter`, drafts
-    only when the first has no draft.
-    """
-
     pipelined = False
     """Whether the next forward may be dispatched before the token of this one is read, if nothing
     is proposed. The next proposal then has to wait for a plain step. This attribute is read after

@@ -1,4 +1,6 @@
-"""A planner's estimates for a trained head: how likely its drafts are right, and their time."""
+"""A planner's estimates for a trained head or a draft model: how likely its drafts are right, and
+their time.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,10 @@ from .accept import VerifiedStep
 from .p_accept import Corrections, probability
 from .tree import DraftTree
 
-HEAD = "head"
-"""The origin of a head's drafts."""
+FEW_ROWS = 8
+"""With at most this many rows to catch up on, about as many as after one step, a draft's time is
+typical.
+"""
 
 # Where these come from: notes/planner.md, "Trained heads".
 _FIRST_P_ACCEPT = 0.7  # of each token, if the earlier ones are right
@@ -66,7 +70,7 @@ class HeadExperience:
 
 
 class HeadSource:
-    """Drafts with a head for one generation.
+    """Drafts with a trained head, or with a draft model, for one generation.
 
     A planner runs the head only when it expects a gain from that, and for several sequences at
     once. Subclasses define how to run the head.
@@ -77,7 +81,11 @@ class HeadSource:
     Attributes:
         experience: as given.
         last: the current token.
+        target, perturb: as given to :meth:`attach`.
     """
+
+    origin = "head"
+    """The origin of its drafts."""
 
     def __init__(self, experience: HeadExperience) -> None:
         self.experience = experience
@@ -87,6 +95,7 @@ class HeadSource:
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
         """Like :meth:`mlxspec.Drafter.attach`."""
+        self.target, self.perturb = target, perturb
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation whose context is ``prompt``."""
@@ -162,5 +171,5 @@ class HeadSource:
         self._draft = None
 
     def _chain(self, tokens: Sequence[int], p_reached: Sequence[float]) -> DraftTree:
-        parents, origins = tuple(range(-1, len(tokens))), (HEAD,) * len(tokens)
+        parents, origins = tuple(range(-1, len(tokens))), (self.origin,) * len(tokens)
         return DraftTree((self.last, *tokens), parents, tuple(p_reached), origins)

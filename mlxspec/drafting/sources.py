@@ -110,11 +110,10 @@ class CombinedDrafter(Drafter):
 
     Args:
         first: the drafter that has priority when drafts are cut to a chain.
-        second: the other drafter. If its ``is_fallback`` is True, it drafts only when the first has
-            no draft.
+        second: the other drafter.
     """
 
-    def __init__(self, first: Drafter | Planner, second: Drafter) -> None:
+    def __init__(self, first: Drafter, second: Drafter) -> None:
         self.first = first
         self.second = second
 
@@ -132,10 +131,7 @@ class CombinedDrafter(Drafter):
         self.second.begin(list(prompt))
 
     def propose(self, max_depth: int) -> DraftTree:
-        first = self.first.propose(max_depth)
-        needless = self.second.is_fallback and len(first) > 1
-        second = self.second.propose(0 if needless else max_depth)
-        self._parts = first, second
+        self._parts = self.first.propose(max_depth), self.second.propose(max_depth)
         return merge(self._parts)
 
     def observe(self, step: VerifiedStep) -> None:

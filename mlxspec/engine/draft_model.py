@@ -1,9 +1,11 @@
-"""A small model as a drafter: classic speculative decoding."""
+"""A small model that drafts for another one: classic speculative decoding."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import cast
+from functools import cached_property
+from typing import Any, Self, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,100 +14,152 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ..corpus.suffix_index import common_length
 from ..drafting.accept import VerifiedStep
-from ..drafting.drafter import Drafter
+from ..drafting.heads import FEW_ROWS, HeadExperience, HeadSource
 from ..drafting.tree import DraftTree
 from ..errors import OptionError, whole
+from .calibration import costs_for
 from .capability import capability_with
+from .heads import choose
 from .loaded_model import LoadedModel
-from .sampling import Perturb, draft_values
-from .target import Capability, Target
+from .target import Capability, Target, evaluate_constants
 
 _MOST_PADDING = 1024  # the most that the output layers for one tokenizer may differ by, in tokens
 
 
-class DraftModelDrafter(Drafter):
-    """Drafts a chain of tokens chosen by another model.
+class DraftModel:
+    """A model that drafts for another one with the same tokenizer.
 
     (Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding",
     ICML 2023, arXiv 2211.17192. Here the target accepts a token if it would have chosen the same.)
-    In a generation, the draft model samples with the output's temperature, filters and random
-    numbers. If the models are similar, most of its samples then equal the target's; see
-    :func:`mlxspec.engine.sampling.draft_values`. Without :meth:`attach`, it takes the most likely
-    tokens. The draft model has its own KV cache, which is trimmed when drafts are rejected. As the
-    second drafter of a :class:`mlxspec.CombinedDrafter`, it drafts only if the first drafter has no
-    draft.
 
     Args:
-        model: an mlx-lm model, or a :class:`.LoadedModel`, with the target's tokenizer.
-        num_draft_tokens: the most tokens to draft; the default is mlx-lm's.
+        model: an mlx-lm model, or a :class:`.LoadedModel`.
+        num_draft_tokens: the most tokens to draft.
+
+    Attributes:
+        loaded: the model, with what mlxspec knows about it.
+        num_draft_tokens: as given.
+        capability: how the model verifies rows.
 
     Raises:
         OptionError: ``num_draft_tokens`` is not a whole number, or is below 1.
     """
 
-    branching = False
-    is_fallback = True
-
-    def __init__(self, model: nn.Module | LoadedModel, num_draft_tokens: int = 2) -> None:
+    def __init__(self, model: nn.Module | LoadedModel, num_draft_tokens: int) -> None:
         self.num_draft_tokens = whole("num_draft_tokens", num_draft_tokens)
         if num_draft_tokens < 1:
             raise OptionError(f"num_draft_tokens is {num_draft_tokens}: draft at least 1 token")
         self.loaded = LoadedModel.of(model)
         # No trial is needed: if rows affect each other, only drafts get worse.
-        self._capability = capability_with(make_prompt_cache(self.loaded.model), Capability.CHAIN)
-        self._attached: tuple[Target, Perturb] | None = None
+        self.capability = capability_with(make_prompt_cache(self.loaded.model), Capability.CHAIN)
+        evaluate_constants(self.loaded.model)
 
-    def attach(self, target: Target, perturb: Perturb) -> None:
-        self._attached = target, perturb
+    @cached_property
+    def experience(self) -> HeadExperience:
+        """The time of drafts, which begins with that of the model's plain steps, and how often they
+        have been right.
+        """
+        seconds = costs_for(self.loaded).plain_seconds
+        return HeadExperience(seconds, seconds, self.num_draft_tokens)
+
+    def check_vocabulary(self, vocab_size: int, tokenizer_size: int) -> None:
+        """Refuse a target that cannot have the same tokenizer.
+
+        Args:
+            vocab_size: the number of token ids that the target knows, padding included.
+            tokenizer_size: the number of tokens in the target's tokenizer.
+
+        Raises:
+            OptionError: the draft model lacks tokens, or has many that the target lacks.
+        """
+        own = self.loaded.vocab_size
+        if own < min(tokenizer_size, vocab_size) or abs(own - vocab_size) > _MOST_PADDING:
+            raise OptionError(
+                f"draft_model has a vocabulary of {own} tokens, and the model of {vocab_size}: "
+                "choose a draft model with the same tokenizer"
+            )
+
+
+class DraftModelDrafts(HeadSource):
+    """Drafts with a draft model for one generation.
+
+    The draft model samples with the output's temperature, filters and random numbers. If the models
+    are similar, most of its samples then equal the target's; see
+    :func:`mlxspec.engine.sampling.draft_values`. It has its own KV cache, which is trimmed when
+    drafts are rejected.
+
+    Args:
+        model: the draft model, whose experience this generation adds to.
+    """
+
+    origin = "draft model"
+
+    def __init__(self, model: DraftModel) -> None:
+        super().__init__(model.experience)
+        self._model = model
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation: prefill the draft model."""
-        undoable = self.num_draft_tokens + 1
-        self._target = Target(self.loaded, self._capability, undoable=undoable)
-        self._context = list(prompt)
-        with mx.stream(generation_stream):
-            self._target.prefill(self._readable(self._context[:-1]))
+        super().begin(prompt)
+        model = self._model
+        self._caches = Target(model.loaded, model.capability, undoable=model.num_draft_tokens + 1)
+        self._context, self._drafted = list(prompt), list[int]()
+        self._prefill(self._context[:-1])
 
-    def propose(self, max_depth: int) -> DraftTree:
-        count = min(max_depth, self.num_draft_tokens)
+    @classmethod
+    def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
+        behind, started = max(head._behind for head in heads), time.perf_counter()
         # The tokens stay lazy: all are read at once, after the last forward has been dispatched.
-        drafted: list[mx.array] = []
-        if count > 0:
-            rows = mx.array(self._readable(self._context[self._target.length :]))
-            for place in range(count):
-                rows = self._next_token(rows, place)
-                drafted.append(rows)
-        self._draft = cast(list[int], mx.concatenate(drafted).tolist()) if drafted else []
-        return DraftTree.chain(self._context[-1], self._draft, "draft model")
+        tokens, confidences = zip(*(head._lazy_draft(depth) for head in heads), strict=True)
+        with mx.stream(generation_stream):
+            drafted = mx.stack(list(tokens)), mx.stack(list(confidences))
+        drafts = list(zip(*(cast(list[Any], array.tolist()) for array in drafted), strict=True))
+        if behind <= FEW_ROWS:  # catching up on many rows takes longer
+            heads[0].experience.record(depth, len(heads), time.perf_counter() - started)
+        for head, (own, _) in zip(heads, drafts, strict=True):
+            head._drafted = own
+        return drafts
 
     def observe(self, step: VerifiedStep) -> None:
-        right = len(self._context) + common_length(self._draft, [*step.tokens])
+        super().observe(step)
+        right = len(self._context) + common_length(self._drafted, [*step.tokens])
         self._context += step.tokens
-        kept = min(right, len(self._context) - 1)  # the last token will run in the next step
+        self._drafted = []
+        kept = min(right, len(self._context) - 1)  # the last token has not run yet
         with mx.stream(generation_stream):
-            self._target.truncate(min(self._target.length, kept))
+            self._caches.truncate(min(self._caches.length, kept))
 
-    def end(self) -> None:
-        self._attached = None  # frees the target's caches
+    @property
+    def _behind(self) -> int:
+        """The number of rows that the draft model has yet to run."""
+        return len(self._context) - self._caches.length
+
+    def _prefill(self, tokens: Sequence[int]) -> None:
+        with mx.stream(generation_stream):
+            self._caches.prefill(self._readable(tokens))
 
     def _readable(self, tokens: Sequence[int]) -> list[int]:
         """The tokens, with 0 in place of ids that only the target's padded vocabulary has."""
-        size = self.loaded.vocab_size
+        size = self._model.loaded.vocab_size
         return [token if token < size else 0 for token in tokens]
 
-    def _next_token(self, tokens: mx.array, place: int) -> mx.array:
-        """Run tokens, (rows,); return the token at index ``place`` of the draft, (1,)."""
-        tree = DraftTree.chain(0, [0] * (len(tokens) - 1))  # only the size matters
+    def _lazy_draft(self, depth: int) -> tuple[mx.array, mx.array]:
+        """Draft ``depth`` tokens; return them and their confidences, (depth,) each, lazy."""
+        if self._behind > FEW_ROWS:
+            self._prefill(self._context[self._caches.length : -1])
+        rows = mx.array(self._readable(self._context[self._caches.length :]))
+        tokens, confidences = [], []
         with mx.stream(generation_stream):
-            values = self._target.forward(tokens, tree)[-1:]
-            if self._attached:
-                target, perturb = self._attached
-                values = _resized(values, target.loaded.vocab_size)
-                values = draft_values(values, place, target, perturb)
-            token = mx.argmax(values, axis=-1)
-        self._target.commit(range(len(tokens)))
-        mx.async_eval(token)
-        return token
+            for place in range(depth):
+                tree = DraftTree.chain(0, [0] * (len(rows) - 1))  # only the size matters
+                logits = self._caches.forward(rows, tree)[-1:]
+                logits = _resized(logits, self.target.loaded.vocab_size)
+                rows, confidence = choose([self], logits, place)
+                self._caches.commit(range(len(tree)))
+                mx.async_eval(rows, confidence)
+                tokens.append(rows)
+                confidences.append(confidence)
+            return mx.concatenate(tokens), mx.concatenate(confidences)
 
 
 def _resized(logits: mx.array, size: int) -> mx.array:
@@ -114,22 +168,3 @@ def _resized(logits: mx.array, size: int) -> mx.array:
     """
     missing = max(0, size - logits.shape[-1])
     return mx.pad(logits[:, :size], [(0, 0), (0, missing)], constant_values=-mx.inf)
-
-
-def check_vocabularies(draft_model: LoadedModel, vocab_size: int, tokenizer_size: int) -> None:
-    """Refuse a draft model that cannot have the target's tokenizer.
-
-    Args:
-        draft_model: the model that drafts.
-        vocab_size: the number of token ids that the target knows, padding included.
-        tokenizer_size: the number of tokens in the target's tokenizer.
-
-    Raises:
-        OptionError: the draft model lacks tokens, or has many that the target lacks.
-    """
-    own = draft_model.vocab_size
-    if own < min(tokenizer_size, vocab_size) or abs(own - vocab_size) > _MOST_PADDING:
-        raise OptionError(
-            f"draft_model has a vocabulary of {own} tokens, and the model of {vocab_size}: "
-            "choose a draft model with the same tokenizer"
-        )

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import KVCache
 
-from ..drafting.heads import HeadExperience, HeadSource
+from ..drafting.heads import FEW_ROWS, HeadExperience, HeadSource
 from ..errors import LoadError
 from ..models.heads import Head
 from ..models.heads.blocks import DFlash
@@ -32,7 +32,7 @@ from .hidden import HiddenStates
 from .joint import JointCache, JointMode
 from .loaded_model import LoadedModel
 from .patches import forward_at, install
-from .sampling import Perturb, draft_values
+from .sampling import draft_values
 from .target import Capability, Target, evaluate_constants
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,6 @@ _log = logging.getLogger(__name__)
 _TIMED_DRAFTS = 3
 _COMPARED_ROWS = 8192
 _ROUNDED = 0.01  # the most that copies of quantised weights differ on average, relative to them
-_FEW_ROWS = 8  # about as many as after one step
 
 
 class TrainedHead:
@@ -140,7 +139,7 @@ class TrainedHead:
         ends = mx.array([*accumulate(counts)]) - 1
         fed, hidden = fed[:, ends], hidden[:, ends]
         for place in range(depth):
-            tokens, confidences = _choose(members, head.logits(hidden)[0], place)
+            tokens, confidences = choose(members, head.logits(hidden)[0], place)
             yield tokens, confidences
             if place + 1 < depth:
                 fed, hidden = self._run(tokens, fed[0], [1] * len(members), caches)
@@ -157,7 +156,7 @@ class TrainedHead:
         hidden = head.block(tokens, depth, features, [member.cache.caches for member in members])
         logits = head.logits(hidden)
         for place in range(depth):
-            tokens, confidences = _choose(members, head.after(logits[:, place], tokens), place)
+            tokens, confidences = choose(members, head.after(logits[:, place], tokens), place)
             yield tokens, confidences
         for member in members:
             member.cache.has_seen()
@@ -285,8 +284,8 @@ def _rows(layer: nn.Module, start: int, quantised: nn.Module | None) -> mx.array
     return mx.dequantize(*packed, **how).astype(mx.float32)
 
 
-def _choose(
-    members: Sequence[HeadDrafts], logits: mx.array, place: int
+def choose(
+    members: Sequence[HeadSource], logits: mx.array, place: int
 ) -> tuple[mx.array, mx.array]:
     """The tokens that the head would choose with each sequence's noise, and its confidences.
 
@@ -330,17 +329,11 @@ class HeadDrafts(HeadSource):
     Args:
         trained: the head, attached to the generation's model.
         experience: how long the head's drafts take, and how often they have been right.
-
-    Attributes:
-        target, perturb: as given to :meth:`attach`.
     """
 
     def __init__(self, trained: TrainedHead, experience: HeadExperience) -> None:
         super().__init__(experience)
         self._trained = trained
-
-    def attach(self, target: Target, perturb: Perturb) -> None:
-        self.target, self.perturb = target, perturb
 
     @property
     def cache(self) -> HeadCache:
@@ -357,6 +350,6 @@ class HeadDrafts(HeadSource):
         behind, started = max(head.cache.behind for head in heads), time.perf_counter()
         with mx.stream(generation_stream):
             drafts = heads[0]._trained.draft(heads, depth)
-        if behind <= _FEW_ROWS:  # catching up on many rows takes longer
+        if behind <= FEW_ROWS:  # catching up on many rows takes longer
             heads[0].experience.record(depth, len(heads), time.perf_counter() - started)
         return drafts

@@ -624,7 +624,7 @@ class Batch:
         between slow both kinds of step, so they hardly affect this ratio.
 
         Returns:
-            NaN if the cost of drafting is not measured, as with a draft model.
+            NaN if the sequence has no planner, since the cost of drafting is then unknown.
         """
         planner, count = sequence.planner, step.sequences
         if planner is None:

@@ -25,6 +25,7 @@ from ..drafting.experience import Experience, experience_path
 from ..drafting.p_accept import TokenClasses
 from ..drafting.planner import Planner
 from ..engine.calibration import costs_for, with_long_context
+from ..engine.draft_model import DraftModel
 from ..engine.loaded_model import LoadedModel
 from ..engine.machine import model_identity
 from ..engine.model_sizes import context_length
@@ -89,7 +90,7 @@ class Decoder:
             model, tokenizer = load(model)
         elif tokenizer is None:
             raise OptionError("tokenizer is None: pass the loaded model's tokenizer with it")
-        self.loaded = self.drafting.model_to_run(LoadedModel.of(model))
+        self.loaded = self.drafting.model_to_run(LoadedModel.of(model), tokenizer)
         """The model that generations run, with what mlxspec knows about it."""
         self.tokenizer = tokenizer
         evaluate_constants(self.model)
@@ -320,6 +321,8 @@ class AutoDecoder(Decoder):
         head: a directory or Hub repository with a trained head, or a loaded head. It drafts where
             text drafts are unlikely to be right. By default, a head that comes with the model is
             used, unless you pass a loaded model; False uses none.
+        draft_model: a small mlx-lm model with the same tokenizer, which drafts instead of a head.
+        num_draft_tokens: the most tokens that ``draft_model`` drafts.
 
     Options:
         prediction: token ids that the output of a generation is expected to follow.
@@ -328,7 +331,8 @@ class AutoDecoder(Decoder):
         LoadError, OptionError, MlxspecError: as :class:`Decoder`.
         LoadError: ``head`` cannot draft for the model. (A head that comes with the model is left
             out instead, with a warning.)
-        OptionError: ``memory`` and ``memory_tokens`` are both given.
+        OptionError: ``memory`` and ``memory_tokens`` are both given, or ``head`` and
+            ``draft_model``; or the draft model has another vocabulary.
         FileError: ``memory`` was made with another tokenizer.
     """
 
@@ -343,13 +347,20 @@ class AutoDecoder(Decoder):
         memory: AnswerIndex | None = None,
         extra_drafter: Drafter | Callable[[], Drafter] | None = None,
         head: str | Path | Head | bool | None = None,
+        draft_model: nn.Module | LoadedModel | None = None,
+        num_draft_tokens: int = 2,
     ) -> None:
+        drafts = None
+        if draft_model is not None:
+            if head:
+                raise OptionError("head and draft_model are given together: choose one")
+            head, drafts = False, DraftModel(draft_model, num_draft_tokens)
         if isinstance(model, (str, Path)):
             model, tokenizer, found = load_with_head(model, head)
         else:
             model = LoadedModel.of(model)
             found = head_for(model.model, head)
-        drafting = replace(self.drafting, head=found)
+        drafting = replace(self.drafting, head=found, draft_model=drafts)
         super().__init__(model, tokenizer, drafting)
         if memory is not None and memory_tokens is not None:
             raise OptionError("memory and memory_tokens are given together: choose one")

@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..corpus.answer_index import AnswerIndex
 from ..drafting.candidates import Source
-from ..drafting.costs import Costs, FixedCosts
 from ..drafting.drafter import Drafter, checked_drafter
 from ..drafting.experience import Experience
 from ..drafting.lookahead import LookaheadDrafter
 from ..drafting.p_accept import TokenClasses
 from ..drafting.planner import Planner, trees_pay
 from ..drafting.prompt_lookup import PromptLookupDrafter
-from ..drafting.sources import CombinedDrafter, DrafterSource, with_forced
+from ..drafting.sources import DrafterSource, with_forced
 from ..drafting.suffix_source import SuffixSource
 
 if TYPE_CHECKING:
     from typing import Self
 
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+    from ..engine.draft_model import DraftModel
     from ..engine.grammar import Grammar
     from ..engine.loaded_model import LoadedModel
     from ..models.heads import Head
@@ -66,14 +68,13 @@ class Drafting:
         """A copy with an empty memory of ``memory_tokens`` tokens; itself if it has no memory."""
         return self
 
-    def model_to_run(self, loaded: LoadedModel) -> LoadedModel:
-        """The model that a decoder of ``loaded`` runs; both share their weights."""
-        return loaded
+    def model_to_run(self, loaded: LoadedModel, tokenizer: TokenizerWrapper) -> LoadedModel:
+        """The model that a decoder of ``loaded`` runs; both share their weights.
 
-    @property
-    def draft_model(self) -> LoadedModel | None:
-        """The model that drafts, if there is one."""
-        return None
+        Raises:
+            LoadError, OptionError: a trained head or a draft model does not suit the model.
+        """
+        return loaded
 
 
 @dataclass(frozen=True)
@@ -134,26 +135,23 @@ class Auto(Drafting):
         prediction: token ids that the output is expected to follow.
         head: a trained head for the decoder's model, which drafts where text drafts are unlikely to
             be right.
+        draft_model: a small model that drafts there instead.
     """
 
     memory: AnswerIndex | None = None
     extra: Callable[[], Drafter] | None = None
     prediction: Sequence[int] = ()
     head: Head | None = None
+    draft_model: DraftModel | None = None
 
-    def model_to_run(self, loaded: LoadedModel) -> LoadedModel:
+    def model_to_run(self, loaded: LoadedModel, tokenizer: TokenizerWrapper) -> LoadedModel:
         from ..engine.heads import attach_head
+
+        if self.draft_model:
+            self.draft_model.check_vocabulary(loaded.vocab_size, len(tokenizer))
 
         trained = attach_head(self.head, loaded.model) if self.head else None
         return trained.new_model() if trained else loaded
-
-    @property
-    def draft_model(self) -> LoadedModel | None:
-        """The model of ``extra``'s drafters, if they use one."""
-        from ..engine.draft_model import DraftModelDrafter
-
-        extra = self.extra() if self.extra else None
-        return extra.loaded if isinstance(extra, DraftModelDrafter) else None
 
     def sources(
         self, classes: TokenClasses, experience: Experience, extra: Drafter | None = None
@@ -165,32 +163,25 @@ class Auto(Drafting):
     def with_separate_memory(self, memory_tokens: int) -> Self:
         return replace(self, memory=AnswerIndex(memory_tokens)) if self.memory else self
 
-    def make(self, decoder: Decoder, grammar: Grammar | None) -> Drafter | Planner:
-        from ..engine.draft_model import DraftModelDrafter
+    def make(self, decoder: Decoder, grammar: Grammar | None) -> Planner:
+        from ..engine.draft_model import DraftModelDrafts
         from ..engine.heads import HeadDrafts
         from ..engine.target import Capability
 
         if self.memory:
             self.memory.refresh()
         experience = decoder.experience if self.memory else Experience()
-        extra = self.extra() if self.extra else None
-        draft_model = extra if isinstance(extra, DraftModelDrafter) else None
-        if draft_model:
-            # The draft model's forwards add to the steps' times, so these do not show the cost of
-            # rows.
-            costs: Costs = FixedCosts(decoder.costs.curve, decoder.costs.sync_overhead)
-        else:
-            costs = decoder.next_costs()
+        costs = decoder.next_costs()
         planner = Planner(
             costs,
-            self.sources(decoder.token_classes, experience, None if draft_model else extra),
+            self.sources(decoder.token_classes, experience, self.extra() if self.extra else None),
             branching=trees_pay(costs.curve) and decoder.loaded.capability is Capability.TREE,
             experience=experience,
         )
-        if draft_model:
-            return with_forced(CombinedDrafter(planner, draft_model), grammar)
         planner.guide = grammar
-        if trained := decoder.loaded.trained_head:
+        if self.draft_model:
+            planner.head = DraftModelDrafts(self.draft_model)
+        elif trained := decoder.loaded.trained_head:
             planner.head = HeadDrafts(trained, trained.experience)
         return planner
 

@@ -30,6 +30,7 @@ from ..generation.session import MARKS
 from .prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
+    from ..engine.draft_model import DraftModel
     from ..engine.grammar import Grammar
 
 _STEP = 256  # positions by which caches grow
@@ -62,10 +63,10 @@ class CacheMemory:
 
     loaded: LoadedModel
     options: CacheOptions = field(default_factory=CacheOptions)
-    draft_model: LoadedModel | None = None
+    draft_model: DraftModel | None = None
 
     def __post_init__(self) -> None:
-        self._draft = CacheMemory(self.draft_model) if self.draft_model else None
+        self._draft = CacheMemory(self.draft_model.loaded) if self.draft_model else None
         self._plain = cache_kinds(self.loaded, self.options)
         self._quantized: list[CacheKind] = []
         if self.options.kv_bits is not None:
@@ -189,7 +190,8 @@ class ServedModel:
         self._decoders: dict[str, Decoder] = {}
         """The decoders that draft for one key each, the least recently used first."""
         decoder = self.decoder
-        self.memory = CacheMemory(decoder.loaded, self.caches, decoder.drafting.draft_model)
+        drafts = decoder.drafting.draft_model if isinstance(decoder.drafting, Auto) else None
+        self.memory = CacheMemory(decoder.loaded, self.caches, drafts)
         self.cache = PrefixCache(
             decoder.model, self.most_cached, self.caches, decoder.loaded.chunks_matter
         )

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxspec.drafting.cost_curve import CostCurve
+from mlxspec.drafting.costs import FixedCosts
 from tests.support.demo import FLAT, given_costs
 from tests.support.head_files import write_scripted_head
 from tests.support.scripted_model import write_scripted_model
@@ -59,7 +61,9 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def heads_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make rows nearly free and heads take no time, however busy the machine is."""
+    """Make rows nearly free and drafts take no time, however busy the machine is."""
     costs = given_costs(FLAT)
     monkeypatch.setattr("mlxspec.generation.decoder.costs_for", lambda *_, **__: costs)
     monkeypatch.setattr("mlxspec.engine.heads.TrainedHead._timed", lambda *_: 1e-5)
+    draft_costs = FixedCosts(CostCurve([(1, 1)]), plain_seconds=1e-5)
+    monkeypatch.setattr("mlxspec.engine.draft_model.costs_for", lambda _: draft_costs)

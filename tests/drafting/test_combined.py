@@ -129,14 +129,6 @@ def test_the_window_advances_inside_a_combination() -> None:
     combined.end()
 
 
-def test_a_fallback_drafts_only_where_the_first_has_no_draft() -> None:
-    second = Scripted(DraftTree.chain(9, [3]))
-    second.is_fallback = True
-    second.propose = lambda depth: DraftTree.chain(9, [3] * min(depth, 1))  # type: ignore[method-assign]
-    assert CombinedDrafter(Scripted(DraftTree.chain(9, [1])), second).propose(8).tokens == (9, 1)
-    assert CombinedDrafter(Scripted(DraftTree.chain(9)), second).propose(8).tokens == (9, 3)
-
-
 def test_pipelining_waits_for_neither_only_if_neither_drafts() -> None:
     drafting = Scripted(DraftTree.chain(9, [1]))
     assert not CombinedDrafter(NoDraft(), drafting).pipelined

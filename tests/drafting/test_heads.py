@@ -14,7 +14,7 @@ from mlxspec.drafting.candidates import Candidates, TreeNode
 from mlxspec.drafting.cost_curve import CostCurve
 from mlxspec.drafting.costs import FixedCosts
 from mlxspec.drafting.drafter import NoDraft
-from mlxspec.drafting.heads import HEAD, HeadExperience, HeadSource
+from mlxspec.drafting.heads import HeadExperience, HeadSource
 from mlxspec.drafting.planner import Planner, plan_drafts
 from mlxspec.drafting.sources import DrafterSource
 from mlxspec.drafting.suffix_source import SuffixSource
@@ -363,8 +363,8 @@ def test_the_likelier_token_keeps_its_probability(
 
 def test_text_and_head_that_agree_share_nodes() -> None:
     text = DraftTree((2, 7), (-1, 0), (0.8,), ("context",))
-    head = DraftTree((2, 7, 8), (-1, 0, 1), (0.6, 0.54), (HEAD, HEAD))
+    head = DraftTree((2, 7, 8), (-1, 0, 1), (0.6, 0.54), ("head", "head"))
     tree = together(text, head, branching=False)
     assert tree.tokens == (2, 7, 8)
     assert tree.p_reached == pytest.approx((0.8, 0.72))
-    assert tree.origins == ("context", HEAD)
+    assert tree.origins == ("context", "head")

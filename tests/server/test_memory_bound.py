@@ -7,18 +7,17 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 
 import httpx
 import mlx.core as mx
 import pytest
 
 import mlxspec
-from mlxspec.engine.draft_model import DraftModelDrafter
+from mlxspec.engine.draft_model import DraftModel
 from mlxspec.engine.heads import TrainedHead
 from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.params import CacheOptions
-from mlxspec.generation.drafting import Auto
 from mlxspec.generation.request import State
 from mlxspec.server import memory_budget
 from mlxspec.server.memory_budget import ServerMemory
@@ -256,12 +255,9 @@ def test_rows_that_wait_for_a_head_count() -> None:
 
 def test_a_draft_model_counts_with_its_caches() -> None:
     model, small = ARCHITECTURES["qwen3"].model(), ARCHITECTURES["llama3"].model()
-    drafts = Auto(extra=partial(DraftModelDrafter, small, 2)).draft_model
-    assert drafts
-    assert drafts.model is small
     loaded = LoadedModel(model)
     both, alone, draft = (
-        CacheMemory(loaded, draft_model=drafts),
+        CacheMemory(loaded, draft_model=DraftModel(small, 2)),
         CacheMemory(loaded),
         CacheMemory(LoadedModel(small)),
     )

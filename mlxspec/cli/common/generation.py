@@ -82,8 +82,7 @@ class DraftingOptions:
     )
     draft_model: str | None = _auto(
         "--draft-model MODEL",
-        "With auto: also draft with a small model that has the same tokenizer, where no text "
-        "repeats.",
+        "With auto: also draft with a small model that has the same tokenizer, where that pays.",
         type=MODEL,
     )
     num_draft_tokens: int = option_field(
@@ -126,7 +125,6 @@ class DraftingOptions:
                 raise OptionError(
                     f"--{name.replace('_', '-')} is for --decoder {decoder}, not {self.kind}"
                 )
-        check_one(drafter=self.drafter, draft_model=self.draft_model)
         check_one(head=self.head, no_head=self.no_head, draft_model=self.draft_model)
         _ = self.fixed  # raises an error for a wrong value
 
@@ -249,8 +247,7 @@ class GenerationSettings:
         """
         from ...corpus.answer_index import AnswerIndex
         from ...drafting.drafter import load_drafter
-        from ...engine.draft_model import DraftModelDrafter, check_vocabularies
-        from ...engine.loaded_model import LoadedModel
+        from ...engine.draft_model import DraftModel
         from ...generation.drafting import Auto
         from ...models.heads.loading import load_with_head
         from ...models.model import load
@@ -267,8 +264,7 @@ class GenerationSettings:
         if drafting.drafter is not None:
             extra = load_drafter(drafting.drafter)
         if drafting.draft_model is not None:
-            draft_model = LoadedModel(load(drafting.draft_model)[0])
-            extra = partial(DraftModelDrafter, draft_model, drafting.num_draft_tokens)
+            draft_model = DraftModel(load(drafting.draft_model)[0], drafting.num_draft_tokens)
         with waiting_bar("Loading", console) if console else nullcontext():
             if leader:
                 model, tokenizer = leader.load(name)
@@ -282,11 +278,9 @@ class GenerationSettings:
             drafts_from = drafting.fixed
         else:
             memory = memories.of(tokenizer, name) or AnswerIndex()
-            drafts_from = Auto(memory, extra, head=head)
+            drafts_from = Auto(memory, extra, head=head, draft_model=draft_model)
         decoder = mlxspec.Decoder(model, tokenizer, drafts_from)
         decoder.keeps_experience = memories.keeps
-        if draft_model is not None:
-            check_vocabularies(draft_model, decoder.loaded.vocab_size, len(decoder.tokenizer))
         return decoder
 
     def request(
