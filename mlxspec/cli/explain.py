@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ from .memory import Memories
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from ..drafting.sources import RecordedStep
+    from ..drafting.accept import VerifiedStep
 
 _view = partial(option, group="Steps and output")
 
@@ -76,26 +77,27 @@ def explain_command(
     """
     source = prompt.read()  # before a model is loaded
 
-    from ..drafting.sources import RecordingDrafter
+    from ..generation.scheduler import responses
     from ..models.model_files import given_name
 
     console = error_console(color)
     with Memories(not generation.drafting.no_saved_answers) as memories:
         decoder = generation.load(console, memories)
         tokens, chat = prompt.encoded(source, decoder.tokenizer)
-        recorded: list[RecordedStep] = []
-        decoder.wrap_drafter = partial(RecordingDrafter, steps=recorded)
+        request, _ = generation.request(decoder, tokens, chat=chat)
+        recorded = request.recorded = []
         figures = TaskProgressColumn(), TimeElapsedColumn()
         noted = f"generating at most {generation.max_tokens:,} tokens"
         with ProgressBar("Generating", *figures, console=console, noted=noted) as bar:
             bar(0, generation.max_tokens)  # also shows the time of the probes and the prefill
-            for last in generation.stream(decoder, tokens, chat=chat):
-                bar(last.generation_tokens, generation.max_tokens)
+            with closing(responses(request)) as generated:
+                for last in generated:
+                    bar(last.generation_tokens, generation.max_tokens)
         if skip is not None and skip >= len(recorded):
             raise OptionError(f"--skip is {skip}: the output has {len(recorded)} steps; skip fewer")
         shown = [*range(len(recorded))][skip:]
         if skip is None:
-            shown = [n for n in shown if recorded[n].verified.accepted] or shown
+            shown = [n for n in shown if recorded[n].accepted] or shown
         text, model = _text_of(decoder.tokenizer), given_name(model_or_default(generation.model))
 
         stats = last.stats
@@ -127,40 +129,39 @@ _FATES = {
 """The possible fates of a node, with their signs and styles. Siblings are drawn in this order."""
 
 
-def fates_of(step: RecordedStep) -> list[str]:
+def fates_of(step: VerifiedStep) -> list[str]:
     """The fates of the nodes of a step's tree.
 
     A node is rejected if its parent was accepted and the target chose another token than the
     node's. Nodes below a rejected node, or after the output's end, were not reached. The last fate
     is that of the bonus token, unless the output ended before it.
     """
-    verified = step.verified
-    has_bonus = len(verified.tokens) > len(verified.accepted)
-    walked = {0, *(verified.accepted if has_bonus else verified.accepted[:-1])}
+    has_bonus = len(step.tokens) > len(step.accepted)
+    walked = {0, *(step.accepted if has_bonus else step.accepted[:-1])}
 
     def fate(number: int, parent: int) -> str:
-        if number in verified.accepted:
+        if number in step.accepted:
             return "accepted"
         return "rejected" if parent in walked else "not reached"
 
-    others = [fate(number, parent) for number, parent in enumerate(verified.tree.parents)][1:]
+    others = [fate(number, parent) for number, parent in enumerate(step.tree.parents)][1:]
     return ["emitted before", *others, *["the target's own"] * has_bonus]
 
 
-def accepted_by_origin(steps: Sequence[RecordedStep]) -> str:
+def accepted_by_origin(steps: Sequence[VerifiedStep]) -> str:
     """How many drafted tokens of each origin were accepted."""
     drafted, accepted = Counter[str](), Counter[str]()
     for step in steps:
-        origins = step.verified.tree.node_origins
+        origins = step.tree.node_origins
         drafted.update(origins[1:])
-        accepted.update(origins[node] for node in step.verified.accepted)
+        accepted.update(origins[node] for node in step.accepted)
     return ", ".join(f"{origin} {accepted[origin]} of {n}" for origin, n in drafted.most_common())
 
 
-def planning_share(steps: Sequence[RecordedStep]) -> float:
+def planning_share(steps: Sequence[VerifiedStep]) -> float:
     """The share of the steps' time that planning drafts and learning from steps took."""
-    seconds = sum(step.verified.seconds for step in steps)
-    return sum(step.verified.planning_seconds for step in steps) / seconds if seconds else 0.0
+    seconds = sum(step.seconds for step in steps)
+    return sum(step.planning_seconds for step in steps) / seconds if seconds else 0.0
 
 
 # --- the drawing ---
@@ -196,7 +197,7 @@ _CONTEXT = 30  # tokens shown before a step
 
 
 def drawn(
-    steps: Sequence[RecordedStep], shown: Sequence[int], prompt: Sequence[int], text_of: TextOf
+    steps: Sequence[VerifiedStep], shown: Sequence[int], prompt: Sequence[int], text_of: TextOf
 ) -> Iterator[RenderableType]:
     """Draw steps, and a key to the signs.
 
@@ -209,20 +210,19 @@ def drawn(
         if number in shown:
             yield Text(f"\nStep {number + 1} of {len(steps)}", "bold")
             yield from _step(step, before, text_of)
-        before.extend(step.verified.tokens)
+        before.extend(step.tokens)
     yield ""
     yield Text("  ").join(Text(f"{sign} {fate}", style) for fate, (sign, style) in _FATES.items())
     signs = f"{_SPACE} space  {_NEWLINE} newline  {_TAB} tab"
     yield Text(f"{signs}  → the target's next choice", "dim")
 
 
-def _step(step: RecordedStep, before: list[int], text_of: TextOf) -> Iterator[RenderableType]:
-    verified = step.verified
-    emitted = f"{len(verified.tokens)} emitted"
-    accepted = f"{len(verified.accepted)} of {verified.drafted} draft tokens accepted"
+def _step(step: VerifiedStep, before: list[int], text_of: TextOf) -> Iterator[RenderableType]:
+    emitted = f"{len(step.tokens)} emitted"
+    accepted = f"{len(step.accepted)} of {step.drafted} draft tokens accepted"
     yield Text(
-        f"{len(verified.tree)} rows: {accepted}, {emitted}"
-        if verified.drafted
+        f"{len(step.tree)} rows: {accepted}, {emitted}"
+        if step.drafted
         else f"1 row, {emitted}; nothing drafted: {step.no_draft}"
     )
     cut = "…" if len(before) > _CONTEXT else ""
@@ -230,11 +230,11 @@ def _step(step: RecordedStep, before: list[int], text_of: TextOf) -> Iterator[Re
     yield _tree(step, text_of)
 
 
-def _tree(step: RecordedStep, text_of: TextOf) -> Tree:
+def _tree(step: VerifiedStep, text_of: TextOf) -> Tree:
     """The draft tree with the bonus token; nodes in a row without branches share a line."""
-    verified, fates = step.verified, fates_of(step)
-    tokens = *verified.tree.tokens, verified.tokens[-1]
-    parents = *verified.tree.parents, (0, *verified.accepted)[-1]
+    fates = fates_of(step)
+    tokens = *step.tree.tokens, step.tokens[-1]
+    parents = *step.tree.parents, (0, *step.accepted)[-1]
     children: dict[int, list[int]] = defaultdict(list)
     order = [*_FATES]
     for node in sorted(range(1, len(fates)), key=lambda node: order.index(fates[node])):
@@ -247,11 +247,11 @@ def _tree(step: RecordedStep, text_of: TextOf) -> Tree:
         for node in run:
             _, style = _FATES[fates[node]]
             text.append(" ").append(_piece(tokens[node], text_of), style)
-        if first in (0, len(verified.tree)):
+        if first in (0, len(step.tree)):
             return text
         if fates[last] != "accepted":
-            text.append(f" → {_piece(verified.choices[last], text_of)}", "dim")
-        of_nodes = verified.tree.node_origins
+            text.append(f" → {_piece(step.choices[last], text_of)}", "dim")
+        of_nodes = step.tree.node_origins
         origins = list(dict.fromkeys(of_nodes[node] for node in run))
         if origins != [of_nodes[parents[first]]]:
             text.append(f" ({', '.join(origins)})", "italic dim")

@@ -63,6 +63,8 @@ class VerifiedStep:
         context: the number of the context's positions, including ``tokens``.
         logprobs: for each emitted token, the log-probabilities before filters and temperature,
             (vocabulary,); dispatched, but not waited for.
+        no_draft: if steps are recorded, a clause that says why nothing was drafted; empty if
+            something was.
     """
 
     tree: DraftTree
@@ -79,6 +81,7 @@ class VerifiedStep:
     ahead: bool = False
     context: int = 0
     logprobs: Sequence[Any] = field(default=(), compare=False, repr=False)
+    no_draft: str = ""
 
     @property
     def drafted(self) -> int:

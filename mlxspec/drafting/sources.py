@@ -1,4 +1,4 @@
-"""Forced tokens, users' drafters within planned ones, and recordings of drafters."""
+"""Forced tokens, and users' drafters within planned ones."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from .accept import VerifiedStep, view
 from .candidates import Source, TreeNode
 from .drafter import Drafter, NoDraft, checked_draft, checked_drafter
 from .tree import DraftTree, merge
-
-if TYPE_CHECKING:
-    from .planner import Planner
 
 # Where these come from: notes/planner.md, "Constants".
 _DEPTHS = 8  # depths with their own probabilities; deeper nodes have the last one
@@ -185,60 +182,3 @@ def forced_chain(last: int, forced: Sequence[int]) -> DraftTree:
     """A chain of the tokens that a constraint forces after the last token; maybe just the root."""
     p_reached = tuple(_P_ACCEPT**depth for depth in range(1, 1 + len(forced)))
     return replace(DraftTree.chain(last, forced, GRAMMAR), p_reached=p_reached)
-
-
-class RecordedStep(NamedTuple):
-    """A step, and the reason if nothing was drafted.
-
-    Attributes:
-        verified: the step.
-        no_draft: a clause that says why nothing was drafted; empty if something was.
-    """
-
-    verified: VerifiedStep
-    no_draft: str = ""
-
-
-class RecordingDrafter(Drafter):
-    """Records the steps of another drafter.
-
-    Args:
-        drafter: the drafter to record.
-        steps: the list to append steps to.
-    """
-
-    def __init__(self, drafter: Drafter | Planner, steps: list[RecordedStep]) -> None:
-        self._drafter = drafter
-        self._steps = steps
-        self.branching = drafter.branching
-
-    @property
-    def pipelined(self) -> bool:  # type: ignore[override]  # the drafter's
-        return self._drafter.pipelined
-
-    def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
-        self._drafter.attach(target, perturb)
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._drafter.begin(prompt)
-
-    def propose(self, max_depth: int) -> DraftTree:
-        tree = self._drafter.propose(max_depth)
-        self._no_draft = self._drafter.no_draft() if max_depth > 0 else "the output ends here"
-        self._proposed = tree
-        return tree
-
-    def observe(self, step: VerifiedStep) -> None:
-        if step.drafted:
-            self._no_draft = ""
-        elif len(self._proposed) > 1:
-            self._no_draft = (
-                "the step had been dispatched before there was a draft, so the draft must wait"
-                if step.pipelined
-                else "the output's constraint or its end leaves no room for the proposed draft"
-            )
-        self._steps.append(RecordedStep(step, self._no_draft))
-        self._drafter.observe(step)
-
-    def end(self) -> None:
-        self._drafter.end()

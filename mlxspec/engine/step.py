@@ -58,7 +58,7 @@ class Sequence:
             other chunks would change the output.
 
     Attributes:
-        planner: the given drafter if it is a planner, even if ``drafter`` then becomes a wrapper.
+        planner: the given drafter if it is a planner.
         length: the number of the context's positions, including the last token's.
         remaining: the number of tokens that may still be emitted.
         finished: whether the output has ended.
@@ -69,6 +69,8 @@ class Sequence:
         uncounted: the seconds that drafting has taken since the last step, which count in the next.
         fault: the exception that its drafter, processor or the like has raised. The sequence must
             then be closed.
+        recorded: a list to which each step is appended, with the reason if nothing was drafted;
+            None records nothing.
     """
 
     tree: DraftTree
@@ -99,6 +101,7 @@ class Sequence:
         self.ahead: Forward | None = None
         self.proposed = 0
         self.fault: Exception | None = None
+        self.recorded: list[VerifiedStep] | None = None
         self.ends = ends
         self._n_cached = n_cached
         self.in_mlx_lms_chunks = in_mlx_lms_chunks
@@ -184,12 +187,24 @@ class Sequence:
         """
         self._started = time.perf_counter() - self.uncounted
         max_depth = self.max_depth
-        tree = self._fitting(self.drafter.propose(max_depth), max_depth)
+        proposal = self.drafter.propose(max_depth)
+        tree = self._fitting(proposal, max_depth)
         on_gpu = mx.default_device().type == mx.gpu
         self._planning_seconds = time.perf_counter() - self._started
         self._blocking_seconds = 0.0 if on_gpu else self._planning_seconds
         self.proposed = len(tree) - 1
         self.tree = DraftTree.chain(self.last) if self.proposed and self.ahead else tree
+        self._no_draft = "" if self.recorded is None else self._why_no_draft(proposal, max_depth)
+
+    def _why_no_draft(self, proposal: DraftTree, max_depth: int) -> str:
+        """A clause that says why the step has no draft; empty if it has one."""
+        if len(self.tree) > 1:
+            return ""
+        if self.proposed:
+            return "the step had been dispatched before there was a draft, so the draft must wait"
+        if len(proposal) > 1:
+            return "the output's constraint or its end leaves no room for the proposed draft"
+        return self.drafter.no_draft() if max_depth > 0 else "the output ends here"
 
     def rows(self, ahead: bool) -> JointRows:
         """The proposed rows; with ``ahead``, the row of the token that the plain step chooses."""
@@ -292,8 +307,11 @@ class Sequence:
             ahead=self.ahead is not None,
             context=self.length,
             logprobs=forward.logprobs_after(accepted.rows),
+            no_draft=self._no_draft,
         )
         del self.forward  # frees its arrays
+        if self.recorded is not None:
+            self.recorded.append(verified)
         started = time.perf_counter()
         self.drafter.observe(verified)
         self.uncounted = time.perf_counter() - started

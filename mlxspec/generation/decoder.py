@@ -23,7 +23,6 @@ from ..drafting.costs import LiveCosts
 from ..drafting.drafter import Drafter
 from ..drafting.experience import Experience, experience_path
 from ..drafting.p_accept import TokenClasses
-from ..drafting.planner import Planner
 from ..engine.calibration import costs_for, with_long_context
 from ..engine.draft_model import DraftModel
 from ..engine.loaded_model import LoadedModel
@@ -94,8 +93,6 @@ class Decoder:
         """The model that generations run, with what mlxspec knows about it."""
         self.tokenizer = tokenizer
         evaluate_constants(self.model)
-        self.wrap_drafter: Callable[[Drafter | Planner], Drafter] | None = None
-        """Wraps the drafter or planner of each generation, to observe it; None wraps nothing."""
         self._measuring = threading.Lock()
 
     @property

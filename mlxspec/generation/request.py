@@ -161,6 +161,7 @@ class Request:
         prefilled: how many of the prompt's tokens have run or were in a cache.
         due: the scheduler's number of prompt tokens at which the prompt should have run.
         unread: how many responses the consumer has not read yet, if a scheduler counts them.
+        recorded: as for :class:`.Sequence`, to set before :meth:`start`.
         output: the output's text, set by :meth:`start`.
         sequence: the decoding state, set from :meth:`start` to :meth:`close`.
         prefill: the remaining chunks of the prompt, once the first has run.
@@ -206,6 +207,7 @@ class Request:
         self.stats = SpeculationStats()
         self.n_cached = self.prefilled = self.due = 0
         self.unread = 0
+        self.recorded: list[VerifiedStep] | None = None
         self.sequence: steps.Sequence | None = None
         self.prefill: Generator[tuple[int, int], None, None] | None = None
         self._prefill_started = self._prefill_ended = 0.0
@@ -247,8 +249,7 @@ class Request:
             n_cached=self.n_cached,
             in_mlx_lms_chunks=decoder.loaded.chunks_matter(length, target.cache),
         )
-        if decoder.wrap_drafter:
-            self.sequence.drafter = decoder.wrap_drafter(drafter)
+        self.sequence.recorded = self.recorded
         self.prefilled = self.n_cached
         self._prefill_started = time.perf_counter()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,6 @@ from rich.console import Console
 from mlxspec.cli.common.output import html_page
 from mlxspec.cli.explain import TextOf, explain_command, fates_of
 from mlxspec.drafting.accept import VerifiedStep
-from mlxspec.drafting.sources import RecordedStep
 from mlxspec.drafting.tree import DraftTree
 from tests.support.explained_steps import explained, letters, lookahead_step, verified
 from tests.support.scripted_model import write_scripted_model
@@ -38,7 +38,7 @@ ATTACK = ("</title><script>alert(1)</script>", '"onload="alert(2)', "&lt;b&gt;",
 
 
 def printed(
-    *steps: RecordedStep, width: int, color: bool = False, text_of: TextOf = letters
+    *steps: VerifiedStep, width: int, color: bool = False, text_of: TextOf = letters
 ) -> str:
     stream = io.StringIO()
     console = Console(
@@ -84,7 +84,7 @@ def test_colours_change_nothing_but_colours():
 def test_long_runs_are_broken_between_tokens_behind_their_guides():
     words = [f"word{number}" for number in range(40)]
     tree = DraftTree.chain(0, range(1, 30), "lookup")
-    recorded = RecordedStep(verified(tree, "".join(map(chr, (*range(1, 20), 39, *range(21, 31))))))
+    recorded = verified(tree, "".join(map(chr, (*range(1, 20), 39, *range(21, 31)))))
     shown = printed(
         recorded, width=40, text_of=lambda tokens: words[tokens[0]] if len(tokens) == 1 else ""
     )
@@ -100,7 +100,7 @@ def test_long_runs_are_broken_between_tokens_behind_their_guides():
 
 
 def test_a_plain_step_is_its_token():
-    step = RecordedStep(verified(DraftTree.chain(97), "b"), "no match")
+    step = replace(verified(DraftTree.chain(97), "b"), no_draft="no match")
     shown = printed(step, width=80)
     assert "1 row, 1 emitted; nothing drafted: no match\n" in shown
     assert "● a\n└── ★ b\n" in shown
@@ -118,8 +118,7 @@ def steps(draw: st.DrawFn) -> VerifiedStep:
 
 @given(steps())
 def test_every_node_is_drawn_once_below_its_parent(step: VerifiedStep) -> None:
-    recorded = RecordedStep(step)
-    shown = printed(recorded, width=1000, text_of=lambda tokens: f"#{tokens[0]}")
+    shown = printed(step, width=1000, text_of=lambda tokens: f"#{tokens[0]}")
     drawn = shown[shown.index("● #") : shown.index("● emitted")]
     parent_of, above, listed = {}, [], []
     for line in drawn.replace(" (draft)", "").splitlines():
@@ -142,7 +141,7 @@ def test_every_node_is_drawn_once_below_its_parent(step: VerifiedStep) -> None:
 
 @given(steps())
 def test_a_line_is_accepted_as_a_whole_or_not_at_all(step: VerifiedStep) -> None:
-    shown = printed(RecordedStep(step), width=1000)
+    shown = printed(step, width=1000)
     accepted = [chr(step.tree.tokens[node]) for node in step.accepted]
     lines = [line for line in shown.splitlines() if re.match(r"[│├└─ ]*✓ ", line)]
     assert [
@@ -153,7 +152,7 @@ def test_a_line_is_accepted_as_a_whole_or_not_at_all(step: VerifiedStep) -> None
 def test_behind_the_end_of_the_output_nothing_is_rejected_and_no_bonus_token_stands() -> None:
     tree = DraftTree((1, 2, 3), (-1, 0, 1))
     step = VerifiedStep(tree, (2, 9, 9), (2, 9, 9), (1,), (2,))  # token 2 ended the output
-    fates = fates_of(RecordedStep(step))
+    fates = fates_of(step)
     assert fates == ["emitted before", "accepted", "not reached"]
 
 

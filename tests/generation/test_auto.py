@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,12 @@ import pytest
 import mlxspec
 from mlxspec import AutoDecoder
 from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
+from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.costs import LiveCosts
 from mlxspec.drafting.p_accept import Corrections
-from mlxspec.drafting.sources import RecordingDrafter
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.loaded_model import LoadedModel
+from mlxspec.generation.scheduler import responses
 from tests.support.demo import FLAT, LINEAR, demo_decoder, given_costs, stand_in_decoder
 from tests.support.examples import examples
 
@@ -68,20 +68,25 @@ def test_it_drafts_where_rows_are_cheap_and_hardly_where_they_are_not() -> None:
 
 
 def test_a_planner_and_its_index_end_with_their_generation() -> None:
-    decoder, planners = decoder_with(FLAT), []
-    decoder.wrap_drafter = lambda drafter: planners.append(weakref.ref(drafter)) or drafter
-    list(decoder.stream(PROMPT, 5))
-    assert [planner() for planner in planners] == [None]
+    request = decoder_with(FLAT).new_request(PROMPT, 5, {})
+    running = responses(request)
+    next(running)
+    assert request.sequence
+    planner = weakref.ref(request.sequence.planner)
+    assert planner()
+    list(running)
+    assert planner() is None
 
 
 def test_a_recorded_generation_has_the_same_steps_and_gain() -> None:
-    stats = []
-    for wrap in (None, partial(RecordingDrafter, steps=[])):
-        decoder = decoder_with(FLAT)
-        decoder.wrap_drafter = wrap
-        *_, last = decoder.stream(PROMPT, 20)
+    stats, steps = [], list[VerifiedStep]()
+    for recorded in (None, steps):
+        request = decoder_with(FLAT).new_request(PROMPT, 20, {})
+        request.recorded = recorded
+        *_, last = responses(request)
         stats.append(last.stats)
     assert stats[1] == stats[0]
+    assert (len(steps), sum(step.drafted for step in steps)) == (stats[0].steps, stats[0].drafted)
     assert stats[0].gain is not None
     assert stats[1].gain == stats[0].gain
 

@@ -9,7 +9,6 @@ from rich.console import RenderableType
 
 from mlxspec.cli.explain import TextOf, drawn
 from mlxspec.drafting.accept import VerifiedStep
-from mlxspec.drafting.sources import RecordedStep
 from mlxspec.drafting.tree import DraftTree
 
 
@@ -29,7 +28,7 @@ def verified(tree: DraftTree, choices: str, argmaxes: str = "") -> VerifiedStep:
     return VerifiedStep(tree, codes, tuple(map(ord, argmaxes or choices)), tuple(accepted), tokens)
 
 
-def lookahead_step() -> RecordedStep:
+def lookahead_step() -> VerifiedStep:
     """A step with a window of 4 columns and 2 levels, and a guess of 3 tokens, 2 of them accepted.
 
     ========  =  =  =  =
@@ -46,10 +45,10 @@ def lookahead_step() -> RecordedStep:
     after = {"a": "b", "b": "c", "c": "e", "m": "M", "n": "N", "o": "O", "p": "P"}
     choices = "".join(after.get(chr(token), "?") for token in tree.tokens)
     origins = tuple("guess" if chr(token) in "bcd" else "window" for token in tree.tokens[1:])
-    return RecordedStep(verified(replace(tree, origins=origins), choices))
+    return verified(replace(tree, origins=origins), choices)
 
 
-def explained(*steps: RecordedStep, text_of: TextOf = letters) -> Iterator[RenderableType]:
+def explained(*steps: VerifiedStep, text_of: TextOf = letters) -> Iterator[RenderableType]:
     """Draw steps that follow the prompt "Say a"."""
     prompt = [ord(letter) for letter in "Say a"]
     return drawn(steps, range(len(steps)), prompt, text_of)
