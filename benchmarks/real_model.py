@@ -59,7 +59,7 @@ from mlxspec.drafting.costs import FixedCosts
 from mlxspec.drafting.planner import Planner
 from mlxspec.engine.params import SamplingParams
 from mlxspec.generation.decoder import Decoder
-from mlxspec.generation.drafting import Auto
+from mlxspec.generation.drafter_factories import Auto
 from mlxspec.models.model_files import given_name
 
 CHATS = Path(__file__).with_name("chats.jsonl")
@@ -133,11 +133,11 @@ class Methods:
 
     def remember(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Learn from an answer of an earlier run, as "auto, after others" did in that run."""
-        drafting, experience = self.after.drafting, self.after.experience
-        assert isinstance(drafting, Auto)
+        factory, experience = self.after.drafter_factory, self.after.experience
+        assert isinstance(factory, Auto)
         drafter = Planner(
             FixedCosts(self.after.costs.curve),
-            drafting.sources(self.after.token_classes, experience),
+            factory.sources(self.after.token_classes, experience),
             experience=experience,
         )
         replay(prompt, output, drafter)

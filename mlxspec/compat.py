@@ -161,13 +161,13 @@ def stream_generate(
         max_tokens = sys.maxsize
     if prompt_progress_callback is not None:
         options["on_progress"] = partial(_progress, prompt_progress_callback)
-    drafting = decoder.drafting
+    factory = decoder.drafter_factory
     if draft_model is not None:
         options.pop("max_kv_size", None)
         own = DraftModel(draft_model, num_draft_tokens)
         own.check_vocabulary(decoder.loaded.vocab_size, len(decoder.tokenizer))
-        drafting = replace(drafting, draft_model=own)
-    return responses(decoder.new_request(prompt, max_tokens, options, drafting))
+        factory = replace(factory, draft_model=own)
+    return responses(decoder.new_request(prompt, max_tokens, options, factory))
 
 
 def _progress(callback: Progress, done: int, total: int) -> None:

@@ -38,7 +38,7 @@ from ..engine.sampling import Chooser
 from ..engine.target import Progress
 from ..generation.chat_prompt import conversation_prompt
 from ..generation.decoder import Decoder
-from ..generation.drafting import Auto, Drafting, Lookahead, PromptLookup
+from ..generation.drafter_factories import Auto, DrafterFactory, Lookahead, PromptLookup
 from ..generation.response import SpeculationStats
 from ..models.heads import Head
 from ..models.model import encode_prompt
@@ -148,9 +148,9 @@ MakeStream = Callable[[LoadedModel, TokenizerWrapper], Stream]
 """Makes a :data:`Stream` for a loaded model and its tokenizer."""
 
 
-def decoding(drafting: Drafting) -> MakeStream:
-    """mlxspec's decoder with this kind of drafting."""
-    return lambda loaded, tokenizer: Decoder(loaded, tokenizer, drafting).stream
+def decoding(factory: DrafterFactory) -> MakeStream:
+    """mlxspec's decoder with the drafters of this factory."""
+    return lambda loaded, tokenizer: Decoder(loaded, tokenizer, factory).stream
 
 
 def _mlx_lm(loaded: LoadedModel, tokenizer: TokenizerWrapper) -> Stream:
@@ -175,7 +175,7 @@ def _mlx_lm(loaded: LoadedModel, tokenizer: TokenizerWrapper) -> Stream:
 
 
 BACKENDS: dict[str, MakeStream] = {
-    PLAIN: decoding(Drafting()),
+    PLAIN: decoding(DrafterFactory()),
     MLX_LM: _mlx_lm,
     "prompt-lookup": decoding(PromptLookup()),
     AUTO: decoding(Auto()),
@@ -186,7 +186,7 @@ BACKENDS: dict[str, MakeStream] = {
 
 def backends_with(drafter: type[Drafter]) -> dict[str, MakeStream]:
     """Backends for a custom drafter: one that uses it alone, and the default one with it added."""
-    alone, added = Drafting(maker=drafter), Auto(extra=drafter)
+    alone, added = DrafterFactory(maker=drafter), Auto(extra=drafter)
     return {drafter.__name__: decoding(alone), f"{AUTO}+{drafter.__name__}": decoding(added)}
 
 

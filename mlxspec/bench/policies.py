@@ -15,7 +15,7 @@ from ..drafting.p_accept import TokenClasses
 from ..drafting.planner import Planner, trees_pay
 from ..drafting.prompt_lookup import PromptLookupDrafter
 from ..errors import OptionError
-from ..generation.drafting import Auto
+from ..generation.drafter_factories import Auto
 
 NewDrafter = Callable[[Sequence[int]], Drafter | Planner]
 """Makes the drafter for an output. Only replayed heads read the output."""

@@ -147,7 +147,7 @@ def _report(
     """Load the model, measure, and make the report."""
     from ..bench.measure import AUTO, bench_report, decoding, machine_facts, measure, model_facts
     from ..engine.heads import attach_head
-    from ..generation.drafting import Auto
+    from ..generation.drafter_factories import Auto
     from ..models.heads.loading import load_with_head
 
     wanted = False if asked.no_head or AUTO not in backends else asked.head

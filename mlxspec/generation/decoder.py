@@ -35,7 +35,7 @@ from ..models.model import load
 from ..models.tokenizer import VocabularyClasses, detokenizer_of
 from ..terminal import TokenPrinter
 from .asynchronous import astream
-from .drafting import Auto, Drafting, Lookahead, PromptLookup, drafter_maker
+from .drafter_factories import Auto, DrafterFactory, Lookahead, PromptLookup, drafter_maker
 from .options import DraftingParameters, GenerationOptions, Prompt, prompt_ids
 from .request import Request
 from .response import GenerationResponse, GenerationResult
@@ -69,8 +69,8 @@ class Decoder:
         MlxspecError: ``drafter`` is not a drafter.
     """
 
-    drafting = Drafting()
-    """The default source of drafts."""
+    drafter_factory = DrafterFactory()
+    """Makes the drafter of each generation."""
 
     keeps_experience = True
     """Whether the experience of planned generations is kept on disk; see :class:`.Experience`."""
@@ -79,17 +79,17 @@ class Decoder:
         self,
         model: str | Path | nn.Module | LoadedModel = "mlx_model",
         tokenizer: TokenizerWrapper | None = None,
-        drafter: Drafter | Callable[[], Drafter] | Drafting | None = None,
+        drafter: Drafter | Callable[[], Drafter] | DrafterFactory | None = None,
     ) -> None:
-        if isinstance(drafter, Drafting):
-            self.drafting = drafter
+        if isinstance(drafter, DrafterFactory):
+            self.drafter_factory = drafter
         elif drafter is not None:
-            self.drafting = Drafting(maker=drafter_maker(drafter))
+            self.drafter_factory = DrafterFactory(maker=drafter_maker(drafter))
         if isinstance(model, (str, Path)):
             model, tokenizer = load(model)
         elif tokenizer is None:
             raise OptionError("tokenizer is None: pass the loaded model's tokenizer with it")
-        self.loaded = self.drafting.model_to_run(LoadedModel.of(model), tokenizer)
+        self.loaded = self.drafter_factory.model_to_run(LoadedModel.of(model), tokenizer)
         """The model that generations run, with what mlxspec knows about it."""
         self.tokenizer = tokenizer
         evaluate_constants(self.model)
@@ -258,10 +258,8 @@ class Decoder:
                 only; unused if this decoder has no memory.
         """
         other = copy.copy(self)
-        other.drafting, other.experience = (
-            self.drafting.with_separate_memory(memory_tokens),
-            Experience(),
-        )
+        other.drafter_factory = self.drafter_factory.with_separate_memory(memory_tokens)
+        other.experience = Experience()
         return other
 
     def new_request(
@@ -269,14 +267,14 @@ class Decoder:
         prompt: Prompt,
         max_tokens: int,
         options: GenerationOptions,
-        drafting: Drafting | None = None,
+        drafter_factory: DrafterFactory | None = None,
         receive: Callable[[GenerationResponse], object] = lambda response: None,
     ) -> Request:
         """Make a request that has not started, for :func:`.scheduler.responses` or a scheduler.
 
         Args:
             prompt, max_tokens, options: as for :meth:`stream`.
-            drafting: the kind of drafting, instead of the decoder's.
+            drafter_factory: makes the drafter, instead of the decoder's factory.
             receive: a scheduler calls it with each response.
 
         Raises:
@@ -285,15 +283,15 @@ class Decoder:
         longest, template = context_length(self.model), options.get("chat_template_kwargs")
         tokens = prompt_ids(prompt, self.tokenizer, self.loaded.vocab_size, longest, template)
         given: Any = {**options}
-        drafting = drafting or self.drafting
-        for short, name in drafting.short_names.items():
+        factory = drafter_factory or self.drafter_factory
+        for short, name in factory.short_names.items():
             if short in given:
                 if name in given:
                     raise OptionError(f"{short} and {name} are the same option: give one of them")
                 given[name] = given.pop(short)
-        parameters = vars(drafting).keys() & DraftingParameters.__annotations__.keys()
+        parameters = vars(factory).keys() & DraftingParameters.__annotations__.keys()
         own = {name: given.pop(name) for name in parameters & given.keys()}
-        make_drafter = partial(replace(drafting, **own).make, self)
+        make_drafter = partial(replace(factory, **own).make, self)
         return Request(self, tokens, max_tokens, given, make_drafter, receive)
 
 
@@ -333,7 +331,7 @@ class AutoDecoder(Decoder):
         FileError: ``memory`` was made with another tokenizer.
     """
 
-    drafting: Auto = Auto()
+    drafter_factory: Auto = Auto()
 
     def __init__(
         self,
@@ -357,8 +355,8 @@ class AutoDecoder(Decoder):
         else:
             model = LoadedModel.of(model)
             found = head_for(model.model, head)
-        drafting = replace(self.drafting, head=found, draft_model=drafts)
-        super().__init__(model, tokenizer, drafting)
+        factory = replace(self.drafter_factory, head=found, draft_model=drafts)
+        super().__init__(model, tokenizer, factory)
         if memory is not None and memory_tokens is not None:
             raise OptionError("memory and memory_tokens are given together: choose one")
         if memory is None and memory_tokens != 0:
@@ -370,8 +368,8 @@ class AutoDecoder(Decoder):
                     f"memory keeps tokens of {kept}, but the model's tokenizer is {own}: open a "
                     "memory with this tokenizer"
                 )
-        self.drafting = replace(
-            self.drafting,
+        self.drafter_factory = replace(
+            self.drafter_factory,
             memory=memory,
             extra=None if extra_drafter is None else drafter_maker(extra_drafter),
         )
@@ -379,7 +377,7 @@ class AutoDecoder(Decoder):
     @property
     def memory(self) -> AnswerIndex | None:
         """The memory of outputs, if the decoder has one."""
-        return self.drafting.memory
+        return self.drafter_factory.memory
 
 
 class PromptLookupDecoder(Decoder):
@@ -394,7 +392,7 @@ class PromptLookupDecoder(Decoder):
         ngram_min: the shortest n-gram to look up, 1 by default.
     """
 
-    drafting = PromptLookup()
+    drafter_factory = PromptLookup()
 
     prompt_lookup = Decoder.generate
     """As :meth:`Decoder.generate`."""
@@ -420,7 +418,7 @@ class LookaheadDecoder(Decoder):
             prompt's n-grams; true by default.
     """
 
-    drafting = Lookahead()
+    drafter_factory = Lookahead()
 
     lookahead = Decoder.generate
     """As :meth:`Decoder.generate`."""

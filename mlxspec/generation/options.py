@@ -139,8 +139,8 @@ def stop_token_ids(
 class DraftingParameters(TypedDict, total=False):
     """Options that only some decoders have; their classes describe them.
 
-    They are the fields of :class:`.drafting.Drafting`'s subclasses that each generation may set,
-    and their short names.
+    They are the fields of :class:`.drafter_factories.DrafterFactory`'s subclasses that each
+    generation may set, and their short names.
     """
 
     n_draft: int

@@ -25,7 +25,7 @@ from ..engine.model_sizes import CacheKind, cache_kinds, context_length
 from ..engine.params import CacheOptions
 from ..engine.target import UNDOABLE, together
 from ..generation.decoder import Decoder
-from ..generation.drafting import Auto
+from ..generation.drafter_factories import Auto
 from ..generation.session import MARKS
 from .prefix_cache import PrefixCache
 
@@ -190,8 +190,9 @@ class ServedModel:
         self._decoders: dict[str, Decoder] = {}
         """The decoders that draft for one key each, the least recently used first."""
         decoder = self.decoder
-        drafts = decoder.drafting.draft_model if isinstance(decoder.drafting, Auto) else None
-        self.memory = CacheMemory(decoder.loaded, self.caches, drafts)
+        factory = decoder.drafter_factory
+        draft_model = factory.draft_model if isinstance(factory, Auto) else None
+        self.memory = CacheMemory(decoder.loaded, self.caches, draft_model)
         self.cache = PrefixCache(
             decoder.model, self.most_cached, self.caches, decoder.loaded.chunks_matter
         )
@@ -205,7 +206,8 @@ class ServedModel:
     def answer_indexes(self) -> list[AnswerIndex]:
         """The earlier answers to draft from, of all keys."""
         decoders = [self.decoder, *self._decoders.copy().values()]
-        found = [one.drafting.memory for one in decoders if isinstance(one.drafting, Auto)]
+        factories = [decoder.drafter_factory for decoder in decoders]
+        found = [factory.memory for factory in factories if isinstance(factory, Auto)]
         return [memory for memory in found if memory]
 
     @cached_property
@@ -225,10 +227,10 @@ class ServedModel:
             grammar: the grammar of a constrained output.
         """
         decoder = self._decoder_of(key)
-        drafting = decoder.drafting
-        if isinstance(drafting, Auto):
-            drafting = replace(drafting, prediction=prediction)
-        return drafting.make(decoder, grammar)
+        factory = decoder.drafter_factory
+        if isinstance(factory, Auto):
+            factory = replace(factory, prediction=prediction)
+        return factory.make(decoder, grammar)
 
     def _decoder_of(self, key: str) -> Decoder:
         if not key:

@@ -20,7 +20,7 @@ from mlxspec.cli.generate import (
 )
 from mlxspec.engine.target import Target
 from mlxspec.generation.decoder import Decoder
-from mlxspec.generation.drafting import Auto
+from mlxspec.generation.drafter_factories import Auto
 from mlxspec.generation.response import (
     GenerationResponse,
     GenerationResult,
@@ -419,7 +419,7 @@ def test_ctrl_c_while_decoding_again_shows_the_panel(
     def interrupted(
         self: GenerationSettings, decoder: Decoder, *args: object, **more: object
     ) -> Iterator:
-        if not isinstance(decoder.drafting, Auto):
+        if not isinstance(decoder.drafter_factory, Auto):
             raise KeyboardInterrupt
         yield from stream(self, decoder, *args, **more)
 

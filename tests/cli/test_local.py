@@ -13,7 +13,7 @@ from mlxspec.cli.common.output import error_console
 from mlxspec.cli.memory import Memories
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import MlxspecError
-from mlxspec.generation.drafting import Auto
+from mlxspec.generation.drafter_factories import Auto
 from tests.support.scripted_model import write_scripted_model
 
 pytestmark = pytest.mark.slow
@@ -129,6 +129,6 @@ def test_a_head_that_is_named_is_for_the_first_model_only_and_comes_back_with_it
             conversation.model.switch(name)
             assert model() is None
             model = loaded(conversation)
-            drafting = conversation.model.decoder.drafting
-            assert isinstance(drafting, Auto)
-            assert bool(drafting.head) == (name == first)
+            factory = conversation.model.decoder.drafter_factory
+            assert isinstance(factory, Auto)
+            assert bool(factory.head) == (name == first)

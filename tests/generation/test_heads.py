@@ -20,7 +20,7 @@ from mlxspec.corpus.answer_index import AnswerIndex
 from mlxspec.drafting.heads import HeadExperience
 from mlxspec.engine.heads import HeadDrafts, TrainedHead
 from mlxspec.engine.sampling import SamplingParams
-from mlxspec.generation.drafting import Auto
+from mlxspec.generation.drafter_factories import Auto
 from mlxspec.generation.scheduler import Scheduler
 from mlxspec.server.prefix_cache import PrefixCache
 from tests.generation.test_session import next_prompt, turns

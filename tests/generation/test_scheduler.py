@@ -19,7 +19,7 @@ from mlxspec.engine.joint import JointMode
 from mlxspec.engine.target import Target
 from mlxspec.errors import OptionError, PromptError
 from mlxspec.generation import scheduler as schedulers
-from mlxspec.generation.drafting import Drafting
+from mlxspec.generation.drafter_factories import DrafterFactory
 from mlxspec.generation.request import Request, State
 from mlxspec.generation.scheduler import Scheduler
 from tests.support.architectures import ARCHITECTURES
@@ -221,7 +221,7 @@ def test_a_fault_of_a_drafter_that_is_planned_with_others_is_its_own() -> None:
     expected = [alone(decoder, prompt, 12) for prompt in PROMPTS[:3]]
     faults = iter(["", "drafter", ""])
 
-    class Planned(Drafting):
+    class Planned(DrafterFactory):
         def make(self, *args: object) -> Planner:
             fault = next(faults)
             extra = Failing(fault) if fault else mlxspec.PromptLookupDrafter()

@@ -10,7 +10,7 @@ from mlxspec import Decoder
 from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.drafter import Drafter
 from mlxspec.drafting.tree import DraftTree
-from mlxspec.generation.drafting import Drafting
+from mlxspec.generation.drafter_factories import DrafterFactory
 from mlxspec.generation.response import GenerationResponse
 from mlxspec.generation.scheduler import responses
 
@@ -19,8 +19,8 @@ def drafted(
     decoder: Decoder, prompt: Any, drafter: Drafter, max_tokens: int = 250, **options: Any
 ) -> Generator[GenerationResponse, None, None]:
     """Stream a decoder's output, with another drafter than the decoder's."""
-    drafting = Drafting(maker=lambda: drafter)
-    return responses(decoder.new_request(prompt, max_tokens, options, drafting))
+    factory = DrafterFactory(maker=lambda: drafter)
+    return responses(decoder.new_request(prompt, max_tokens, options, factory))
 
 
 class TruthDrafter(Drafter):

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ...drafting.drafter import Drafter
     from ...generation.chat_prompt import ChatPrompt
     from ...generation.decoder import Decoder
-    from ...generation.drafting import Lookahead, PromptLookup
+    from ...generation.drafter_factories import Lookahead, PromptLookup
     from ...generation.options import GenerationOptions
     from ...generation.request import Request
     from ...generation.response import GenerationResponse
@@ -148,7 +148,7 @@ class DraftingOptions:
             return None
 
         from ...drafting.prompt_lookup import parse_lookup_config
-        from ...generation.drafting import Lookahead, PromptLookup
+        from ...generation.drafter_factories import Lookahead, PromptLookup
 
         if self.kind == "plain":
             return PromptLookup(n_draft=0)
@@ -248,7 +248,7 @@ class GenerationSettings:
         from ...corpus.answer_index import AnswerIndex
         from ...drafting.drafter import load_drafter
         from ...engine.draft_model import DraftModel
-        from ...generation.drafting import Auto
+        from ...generation.drafter_factories import Auto
         from ...models.heads.loading import load_with_head
         from ...models.model import load
 

@@ -1,4 +1,4 @@
-"""The kinds of drafting: objects that make a drafter for each generation.
+"""Objects that make a drafter for each generation, one class for each kind of decoder.
 
 Importing this module does not import MLX, so the command line can check options quickly.
 """
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Drafting:
-    """A kind of drafting; by default none, which is plain decoding.
+class DrafterFactory:
+    """Makes a drafter for each generation; by default none, which is plain decoding.
 
     Attributes:
         maker: returns a generation's drafter; None for plain decoding.
@@ -78,7 +78,7 @@ class Drafting:
 
 
 @dataclass(frozen=True)
-class PromptLookup(Drafting):
+class PromptLookup(DrafterFactory):
     """Drafts from earlier occurrences of the last n-gram; see :class:`mlxspec.PromptLookupDecoder`.
 
     Raises:
@@ -99,7 +99,7 @@ class PromptLookup(Drafting):
 
 
 @dataclass(frozen=True)
-class Lookahead(Drafting):
+class Lookahead(DrafterFactory):
     """Drafts the model's own guesses of the tokens ahead; see :class:`mlxspec.LookaheadDecoder`.
 
     Raises:
@@ -126,7 +126,7 @@ class Lookahead(Drafting):
 
 
 @dataclass(frozen=True)
-class Auto(Drafting):
+class Auto(DrafterFactory):
     """Drafts text that repeats, and whatever else pays; see :class:`mlxspec.AutoDecoder`.
 
     Attributes:

@@ -6,7 +6,7 @@ import pytest
 
 import mlxspec
 from mlxspec import GenerationResponse, OptionError
-from mlxspec.generation.drafting import Drafting, Lookahead, PromptLookup
+from mlxspec.generation.drafter_factories import DrafterFactory, Lookahead, PromptLookup
 from mlxspec.generation.scheduler import Scheduler
 from tests.support.demo import stand_in, stand_in_decoder
 from tests.support.schedulers import submit
@@ -15,14 +15,16 @@ PROMPT = "one two three one two three one two"
 
 
 @pytest.mark.parametrize(
-    ("decoder", "drafting"),
+    ("decoder", "factory"),
     [
         (mlxspec.PromptLookupDecoder, PromptLookup()),
         (mlxspec.LookaheadDecoder, Lookahead(7, 5, 7, pool_from_prompt=True)),
     ],
 )
-def test_decoders_have_their_values(decoder: type[mlxspec.Decoder], drafting: Drafting) -> None:
-    assert decoder.drafting == drafting
+def test_decoders_have_their_values(
+    decoder: type[mlxspec.Decoder], factory: DrafterFactory
+) -> None:
+    assert decoder.drafter_factory == factory
 
 
 def test_a_value_that_is_out_of_range_cannot_be_made() -> None:
