@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from typing import Any
 
 from ..errors import OptionError, whole
 from .accept import VerifiedStep
@@ -80,31 +78,3 @@ class PromptLookupDrafter(Drafter):
             for n in self._sizes:
                 if n <= len(suffix):
                     self._ends.setdefault(suffix[-n:], len(self._text))
-
-
-def parse_lookup_config(config: str | Sequence[object]) -> tuple[int, int, str | None]:
-    """Parse TensorRT-LLM's ``prompt_lookup_config``, such as ``"[10,2,[0]]"`` or the list itself.
-
-    Args:
-        config: the number of draft tokens, the length of the longest n-gram, and optionally a list
-            of devices.
-
-    Returns:
-        the number of draft tokens, the length of the longest n-gram, and a note to the user if a
-        list of devices is ignored, or None.
-
-    Raises:
-        OptionError: the configuration has another form.
-    """
-    try:
-        values: list[Any] = json.loads(config) if isinstance(config, str) else [*config]
-        n_draft, ngram_max, *devices = values
-        if min(n_draft, ngram_max) < 0 or type(n_draft + ngram_max) is not int or devices[1:]:
-            raise ValueError
-    except (RecursionError, TypeError, ValueError) as error:
-        raise OptionError(
-            f"prompt_lookup_config is {config!r}: write it as [draft tokens, longest n-gram], "
-            "for example [10,2]"
-        ) from error
-    note = f"prompt_lookup_config: the list of devices {devices[0]} is ignored" if devices else None
-    return n_draft, ngram_max, note

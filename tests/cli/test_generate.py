@@ -111,18 +111,6 @@ def test_stop_texts_end_the_output_before_them(endless: Path):
     assert data["finish_reason"] == "stop"
 
 
-def test_other_tools_names_for_the_options_mean_the_same(endless: Path):
-    options = ("--model", endless, "--prompt", "a", "--max-tokens", 30)
-
-    def figures(*names: object) -> dict:
-        return report(*options, *names)["stats"]
-
-    ours = figures("--n-draft", 4, "--ngram-max", 2)
-    assert figures("--prompt-lookup-num-tokens", 4, "--max-matching-ngram-size", 2) == ours
-    assert figures("--prompt-lookup-config", "[4,2]") == ours
-    assert figures() != ours
-
-
 def test_color_can_be_forced_on_a_pipe(endless: Path):
     options = ("--decoder", "prompt-lookup", "--max-tokens", 20)
     result = generate("--model", endless, "--prompt", "a", "--color", *options)
@@ -173,7 +161,6 @@ def test_without_mlx_model_a_line_says_that_the_demo_model_answers(
             ("--prompt", "a", "--n-draft", "-2"),
             "n_draft is -2: choose 1 or more (only decoders take 0, for no drafts)",
         ),
-        (("--prompt", "a", "--prompt-lookup-config", "ten"), "prompt_lookup_config is 'ten'"),
     ],
 )
 def test_a_bad_option_is_one_line_before_any_model_is_loaded(

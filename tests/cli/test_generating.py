@@ -79,8 +79,8 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def test_stop_tokens_are_ids_or_texts_under_either_name() -> None:
-    asked = taken("--stop-token", "17", "--extra-eos-token", "<|end|>", "--stop", "x")
+def test_stop_tokens_are_ids_or_texts() -> None:
+    asked = taken("--stop-token", "17", "--stop-token", "<|end|>", "--stop", "x")
     assert (asked.stop, asked.stop_tokens) == (("x",), (17, "<|end|>"))
 
 
@@ -172,7 +172,7 @@ def test_lookahead_changes_the_steps_and_not_the_text(endless: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_names_of_paper_and_reference_mean_the_same(endless: Path) -> None:
+def test_the_paper_s_letters_mean_the_same(endless: Path) -> None:
     options = ("--model", endless, "--prompt", "one two three four", "--max-tokens", 30)
 
     def stats(*names: object) -> dict:
@@ -182,9 +182,7 @@ def test_the_names_of_paper_and_reference_mean_the_same(endless: Path) -> None:
         *("--window-size", 4, "--ngram-size", 4, "--guess-set-size", 2, "--no-pool-from-prompt")
     )
     assert stats("-W", 4, "-N", 4, "-G", 2, "--no-pool-from-prompt") == ours
-    reference = ("--WINDOW_SIZE", 4, "--LEVEL", 4, "--GUESS_SET_SIZE", 2)
-    assert stats(*reference, "--no-pool-from-prompt") == ours
-    assert stats(*reference, "--POOL_FROM_PROMPT") == stats(*reference) != ours
+    assert stats("-W", 4, "-N", 4, "-G", 2) != ours
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxspec.drafting.accept import VerifiedStep
-from mlxspec.drafting.prompt_lookup import PromptLookupDrafter, parse_lookup_config
+from mlxspec.drafting.prompt_lookup import PromptLookupDrafter
 from mlxspec.drafting.tree import DraftTree
 from mlxspec.errors import OptionError
 
@@ -48,17 +48,3 @@ def test_drafts_equal_a_scan_after_every_step(
 def test_impossible_parameters_are_refused(n_draft: int, ngram_max: int, ngram_min: int) -> None:
     with pytest.raises(OptionError):
         PromptLookupDrafter(n_draft, ngram_max, ngram_min)
-
-
-def test_tensorrt_llm_form_is_understood() -> None:
-    assert parse_lookup_config("[10,2]") == (10, 2, None)
-    assert parse_lookup_config([10, 2]) == (10, 2, None)
-    *values, note = parse_lookup_config("[10,2,[0]]")
-    assert values == [10, 2]
-    assert "list of devices [0] is ignored" in note
-
-
-@pytest.mark.parametrize("config", ["", "[10]", "10,2", "[10,2,[0],1]", '["a",2]', "[-1,2]", 7])
-def test_other_forms_are_refused_with_the_right_one(config: object) -> None:
-    with pytest.raises(OptionError, match=r"\[10,2\]"):
-        parse_lookup_config(config)  # type: ignore[arg-type]

@@ -92,30 +92,21 @@ class DraftingOptions:
     no_head: bool = option_field(*NO_HEAD, default=False)
     no_saved_answers: bool = option_field(*NO_SAVED_ANSWERS, default=False)
     n_draft: int | None = _lookup(
-        "--n-draft --prompt-lookup-num-tokens N",
-        "Draft at most N tokens per step; 0 is plain decoding.  [default: 10]",
+        "--n-draft N", "Draft at most N tokens per step; 0 is plain decoding.  [default: 10]"
     )
     ngram_max: int | None = _lookup(
-        "--ngram-max --max-matching-ngram-size N",
-        "Longest n-gram to look up in prompt and output.  [default: 3]",
+        "--ngram-max N", "Longest n-gram to look up in prompt and output.  [default: 3]"
     )
     ngram_min: int | None = _lookup("--ngram-min N", "Shortest n-gram.  [default: 1]")
-    prompt_lookup_config: str | None = _lookup(
-        "--prompt-lookup-config [N,N,[0]]", "Set --n-draft and --ngram-max as in TensorRT-LLM."
-    )
     window_size: int | None = _lookahead(
-        "-W --window-size --WINDOW_SIZE W",
-        "Columns of the window; 0 uses no window.  [default: 7]",
+        "-W --window-size W", "Columns of the window; 0 uses no window.  [default: 7]"
     )
-    ngram_size: int | None = _lookahead(
-        "-N --ngram-size --LEVEL N", "Length of the n-grams.  [default: 5]"
-    )
+    ngram_size: int | None = _lookahead("-N --ngram-size N", "Length of the n-grams.  [default: 5]")
     guess_set_size: int | None = _lookahead(
-        "-G --guess-set-size --GUESS_SET_SIZE G",
-        "N-grams to keep per token; -1 means 64.  [default: 7]",
+        "-G --guess-set-size G", "N-grams to keep per token; -1 means 64.  [default: 7]"
     )
     pool_from_prompt: bool | None = _lookahead(
-        "--pool-from-prompt/--no-pool-from-prompt --POOL_FROM_PROMPT",
+        "--pool-from-prompt/--no-pool-from-prompt",
         "Start with the prompt's n-grams.  [default: yes]",
     )
 
@@ -147,7 +138,6 @@ class DraftingOptions:
         if self.kind == "auto":
             return None
 
-        from ...drafting.prompt_lookup import parse_lookup_config
         from ...generation.drafter_factories import Lookahead, PromptLookup
 
         if self.kind == "plain":
@@ -155,8 +145,6 @@ class DraftingOptions:
         given = {name: getattr(self, name) for name in self._for_one_decoder()}
         if self.kind == "lookahead":
             return Lookahead(**given)
-        if config := given.pop("prompt_lookup_config", None):
-            given["n_draft"], given["ngram_max"], _ = parse_lookup_config(config)
         return PromptLookup(**given)
 
 
@@ -187,7 +175,7 @@ class GenerationSettings:
     caches: CacheOptions
     stop: tuple[str, ...] = _end("--stop TEXT", "End before TEXT; repeatable.", default=())
     stop_tokens: tuple[int | str, ...] = _end(
-        "--stop-token --extra-eos-token TOKEN",
+        "--stop-token TOKEN",
         "Also end at TOKEN, given by its id or by its text; repeatable.",
         default=(),
     )

@@ -58,7 +58,7 @@ _EXAMPLE = "'{\"enable_thinking\": false}'"
 _TEMPLATE = "Chat template"
 _in_template = partial(option_field, group=_TEMPLATE)
 _ARGUMENTS = (
-    "--chat-template-config --chat-template-args JSON",
+    "--chat-template-config JSON",
     f"Variables of the chat template, such as {_EXAMPLE}.",
 )
 
