@@ -162,12 +162,6 @@ class ServeOptions:
         default=8192,
         type=COUNT,
     )
-    grace: float = _request_option(
-        "--grace SECONDS",
-        "After Ctrl-C or SIGTERM, wait this long for running requests to end.",
-        default=10.0,
-        type=click.FloatRange(0, 3600),
-    )
     memory_limit: int | None = option_field(
         "--memory-limit SIZE",
         "The most memory for all models and their caches, such as 12G. Requests wait until their "
@@ -238,7 +232,7 @@ def serve_command(
       mlxspec serve --models all --keep-alive 30m
 
     Open the address in a browser to see the requests and how much drafts gain. Other machines can
-    connect with --host 0.0.0.0, which needs a key. Ctrl-C or SIGTERM gives running requests --grace
+    connect with --host 0.0.0.0, which needs a key. Ctrl-C or SIGTERM gives running requests ten
     seconds to end; press Ctrl-C again to end them at once.
     """
     adapters = options.adapter_path
@@ -592,6 +586,7 @@ def _about(host: str, listening: socket.socket, catalog: Catalog, with_key: bool
     return rows
 
 
+_GRACE = 10.0  # seconds for running requests to end after the first signal
 _LAST_ERRORS = 2.0  # seconds in which clients can receive the error if a rank is lost
 
 
@@ -599,7 +594,7 @@ def _serve(
     app: Any, listening: socket.socket, catalog: Catalog, loader: _Loader, console: Console
 ) -> None:
     """Load the initial models and answer requests until Ctrl-C or SIGTERM; then give running ones
-    ``--grace`` seconds to end.
+    time to end.
 
     If a rank is lost, running requests end at once with an error.
 
@@ -611,7 +606,6 @@ def _serve(
     from ..server.connections import HttpServer
 
     worker, ended, options = catalog.worker, threading.Event(), loader.options
-    grace = options.grace
     failures: list[Exception] = []
 
     def on_start(error: Exception | None) -> None:
@@ -630,12 +624,12 @@ def _serve(
         if catalog.starting:
             server.force_exit = True
         elif worker.requests or any(entry.waiting for entry in catalog.entries):
-            note(f"{grace:g} s for running requests to end; press Ctrl-C again to stop at once")
+            note(f"{_GRACE:g} s for running requests to end; press Ctrl-C again to stop at once")
 
     ending = "the server is shutting down"
     server = HttpServer(
         app,
-        grace=grace,
+        grace=_GRACE,
         on_exit=on_exit,
         on_end=lambda: worker.fail(ApiError(ending, status=503)),
     )

@@ -44,7 +44,7 @@ class HttpServer(uvicorn.Server):
         self,
         app: ASGIApp,
         *,
-        grace: float = 10.0,
+        grace: float,
         patience: float = 300.0,
         on_exit: Callable[[], object] = lambda: None,
         on_end: Callable[[], object] = lambda: None,

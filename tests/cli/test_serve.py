@@ -136,8 +136,6 @@ def test_what_cannot_be_served_is_a_one_line_error(endless: Path, tmp_path: Path
     assert "is not a size" in refused("--cache-bytes", "5Q").stderr
     assert "is not a size" in refused("--memory-limit", "much").stderr
     assert "allow at least" in refused("--model", endless, "--memory-limit", "100K").stderr
-    for option, value in (("--grace", "-1"), ("--grace", "inf")):
-        assert "is not in the range" in refused(option, value).stderr
     assert "--quiet and --log-json" in refused("--quiet", "--log-json").stderr
     none = ("--models", endless, "--head", "a")
     assert "apply only to MODEL, which is missing" in refused(*none).stderr

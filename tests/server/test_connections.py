@@ -108,7 +108,7 @@ def test_beyond_the_most_connections_only_health_is_answered(
 
 
 def test_only_faults_have_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    HttpServer(answer_long)
+    HttpServer(answer_long, grace=1.0)
     log = logging.getLogger("uvicorn.error")
     for error in (asyncio.CancelledError(), ValueError("a"), ValueError("b")):
         log.error("Exception in ASGI application\n", exc_info=error)
@@ -132,7 +132,7 @@ def test_as_many_files_as_connections_may_be_open(
     limits: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda what: given)
     monkeypatch.setattr(resource, "setrlimit", lambda what, limit: limits.append(limit))
-    HttpServer(answer_long)
+    HttpServer(answer_long, grace=1.0)
     assert limits == ([] if most is None else [(most, given[1])])
 
 
@@ -141,7 +141,7 @@ def test_the_second_signal_counts_even_while_the_first_is_reported(number: int) 
     def second() -> None:
         server.handle_exit(number, None)
 
-    server = HttpServer(answer_long, on_exit=second)
+    server = HttpServer(answer_long, grace=1.0, on_exit=second)
     server.handle_exit(number, None)
     assert server.should_exit
     assert server.force_exit

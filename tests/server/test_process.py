@@ -82,14 +82,16 @@ class Process:
 
 
 @contextmanager
-def serving(model: Path, *arguments: str) -> Iterator[Process]:
+def serving(model: Path, *arguments: str, grace: float = 10.0) -> Iterator[Process]:
     """Run a server; at the end of the block, kill it if it still runs.
 
     Args:
         model: the model to serve.
         arguments: further arguments.
+        grace: seconds for running requests to end.
     """
-    command = "from mlxspec.__main__ import main; main()"
+    command = f"from mlxspec.cli import serve; serve._GRACE = {grace}"
+    command += "; from mlxspec.__main__ import main; main()"
     process = subprocess.Popen(
         [sys.executable, "-c", command, "serve", "--model", str(model), "--port", "0", *arguments],
         stdout=subprocess.DEVNULL,
@@ -135,7 +137,7 @@ def listens(server: Process) -> bool:
 
 
 def test_ctrl_c_lets_running_requests_end(endless: Path) -> None:
-    with serving(endless, "--grace", "600") as server:
+    with serving(endless, grace=600) as server:
         with stream_of(server, 600) as lines:
             server.signal(signal.SIGINT)
             server.wait_for_line("600 s for running requests to end")
@@ -149,7 +151,7 @@ def test_ctrl_c_lets_running_requests_end(endless: Path) -> None:
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_them(endless: Path, number: int) -> None:
-    with serving(endless, "--grace", "600") as server, stream_of(server, 900_000) as lines:
+    with serving(endless, grace=600) as server, stream_of(server, 900_000) as lines:
         server.signal(number)
         server.wait_for_line("Ctrl-C again")
         assert "text" in "".join(next(lines) for _ in range(3))
@@ -160,7 +162,7 @@ def test_a_second_signal_ends_them(endless: Path, number: int) -> None:
 
 
 def test_after_the_grace_a_stream_ends_with_an_error(endless: Path) -> None:
-    with serving(endless, "--grace", "0.2") as server, stream_of(server, 900_000) as lines:
+    with serving(endless, grace=0.2) as server, stream_of(server, 900_000) as lines:
         server.signal(signal.SIGTERM)
         rest = [line for line in lines if line]
         assert '"the server is shutting down"' in rest[-2]
@@ -197,7 +199,7 @@ def terminated(model: Path, kept: Path, clients: list[str]) -> tuple[int, int]:
         how many tokens of a first prompt the server knew, and how many there are.
     """
     body = {"prompt": "one two three four\n" * 20, "max_tokens": 4}
-    with serving(model, "--grace", "0.5", "--cache-dir", str(kept)) as server, ExitStack() as held:
+    with serving(model, "--cache-dir", str(kept), grace=0.5) as server, ExitStack() as held:
         answer = httpx.post(f"{server.address}/v1/completions", json=body, timeout=SECONDS)
         usage = answer.json()["usage"]
         for sent in clients:
