@@ -1,6 +1,6 @@
 """Eight clients, good and bad, use `mlxspec serve` for a while; nothing may go wrong.
 
-    python benchmarks/serve_soak.py [MINUTES] [--model MODEL | --memory-limit SIZE] [--seed SEED]
+    python benchmarks/serve_soak.py [MINUTES] [--model MODEL] [--memory-limit SIZE] [--seed SEED]
 
 First the server is killed a few times, while it works and while it writes its files, and must start
 again without reading a broken file. Then, for MINUTES (20 by default), clients with several keys
@@ -14,8 +14,9 @@ the server is always healthy, and that it is idle at the end. Each minute it pri
 memory by kind. In runs of 10 minutes or more, none may grow from the third quarter of the time to
 the last, and the resident memory not from the second.
 
-With --memory-limit, such as 300M, the server has this bound, and its model is a random one whose
-caches are large, so that requests wait for memory. MLX may never take more.
+The server has the bound --memory-limit, and MLX may never take more. The default leaves the demo
+model little room for prefixes, so that some are evicted; another model needs another bound. With
+--model wide, the model is a random one whose caches are large, so that requests wait for memory.
 
 Exits with 1 if a check failed. Runs with the BLAS of MLX's wheel, where a joint forward gives each
 sequence exactly the numbers that it gets alone.
@@ -63,7 +64,7 @@ from mlxspec.server.prompts import (
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _CLIENTS = 8
 _CONCURRENCY = 6  # fewer than clients, to make some wait
-_CACHE_BYTES = 16 << 20  # small, to force evictions
+_MEMORY = "130M"  # little beside the weights of the demo model and of the one with tools
 _WIDE = 40  # heads of the random model: 41 kB of caches per token in its four layers
 _REQUEST_SECONDS = 300  # the longest wait for an answer
 _LONGEST_PROMPT = 1500  # characters; leaves room in the context for an answer
@@ -649,13 +650,12 @@ def write_wide_model(directory: Path) -> str:
     return str(directory)
 
 
-def serve(model: str, directory: Path, memory: str | None) -> Any:
+def serve(model: str, directory: Path, memory: str) -> Any:
     """Our server of a model and of the model with tools, which keeps prefixes in a directory.
 
     The keys and the model with tools are in the current directory.
     """
-    bound = ["--memory-limit", memory] if memory else ["--cache-bytes", str(_CACHE_BYTES)]
-    limits = ["--concurrency", str(_CONCURRENCY), *bound]
+    limits = ["--concurrency", str(_CONCURRENCY), "--memory-limit", memory]
     files = ["--cache-dir", str(directory), "--api-key-file", "keys"]
     models = ["--model", model, "--model", _TOOLS]
     return server(MLXSPEC, "serve", "-q", *models, *limits, *files, openblas=False)
@@ -675,9 +675,7 @@ def problems_of(directory: Path, log: str, killed: bool = False) -> Iterator[str
         yield f"the server has written: {log[-_LOG_END:]}"
 
 
-def kill_again_and_again(
-    model: str, directory: Path, memory: str | None, rng: random.Random
-) -> list[str]:
+def kill_again_and_again(model: str, directory: Path, memory: str, rng: random.Random) -> list[str]:
     """Kill servers while they work and while they write files; return what was wrong."""
     found: list[str] = []
     for turn in range(_KILLS + 1):
@@ -750,14 +748,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("minutes", nargs="?", type=float, default=20.0)
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--memory-limit")
+    parser.add_argument("--memory-limit", default=_MEMORY)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     memory = asked.memory_limit
     model = str(Path(asked.model).resolve()) if Path(asked.model).exists() else asked.model
     with tempfile.TemporaryDirectory() as temporary, chdir(temporary):
         copy_with_tools(DEMO_DIRECTORY, Path(_TOOLS))
-        if memory:
+        if model == "wide":
             model = write_wide_model(Path(temporary) / "wide")
         Path("keys").write_text("\n".join(_KEYS))
         directory = Path(temporary) / "cache"

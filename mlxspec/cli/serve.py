@@ -169,13 +169,6 @@ class ServeOptions:
         type=_size,
         group="Memory",
     )
-    cache_bytes: int | None = option_field(
-        "--cache-bytes SIZE",
-        "The part of this memory for caches of earlier prompts, such as 8G.  [default: half of "
-        "what the models leave]",
-        type=_size,
-        group="Memory",
-    )
     cache_dir: Path | None = option_field(  # noqa: RUF009
         "--cache-dir DIR",
         "Keep the caches of earlier prompts in DIR between runs. Only you may have write access to "
@@ -408,7 +401,7 @@ class _Loader:
         """The memory of the server."""
         from ..server.memory_budget import ServerMemory
 
-        return ServerMemory(self.options.memory_limit, self.options.cache_bytes)
+        return ServerMemory(self.options.memory_limit)
 
     def entries(self) -> list[Entry]:
         """The models to load at the start, which stay loaded unless --keep-alive is given."""
@@ -489,8 +482,7 @@ class _Loader:
         decoder = how.load(None, self.memories, self.leader, on_read)
         _ = decoder.loaded.capability  # if this takes forwards, other models can answer meanwhile
         on_read(0)  # the server may be shutting down
-        most = self.memory.most_cached
-        served = ServedModel(entry.name, decoder, how.caches, most, self.template)
+        served = ServedModel(entry.name, decoder, how.caches, self.template)
         if place := self._place(entry):
             most = self.memory.most_idle(served.memory.weights) // max(1, len(self.paths))
             served.cache.load(place, most)

@@ -35,13 +35,10 @@ class ServerMemory:
 
     Args:
         bound: the most bytes in total; by default, all that the machine has.
-        cache_bytes: the most bytes of idle entries; by default half of the room, or the size of the
-            entry that was used last if that is more.
     """
 
-    def __init__(self, bound: int | None = None, cache_bytes: int | None = None) -> None:
+    def __init__(self, bound: int | None = None) -> None:
         self._bound = whole_memory() if bound is None else min(bound, whole_memory())
-        self._cache_bytes = cache_bytes
         self._models: dict[str, ServedModel] = {}
         self._reserved: dict[object, Need] = {}
         self._limit, self._next_look = self._bound, 0.0
@@ -91,19 +88,15 @@ class ServerMemory:
         return sum(need.caches for need in self._reserved.copy().values())
 
     def most_idle(self, beside: int = 0) -> int:
-        """How many bytes the idle entries of the prefix caches may take.
+        """How many bytes the idle entries of the prefix caches may take: half of the room.
+
+        If the entry that was used last is larger, it may take more.
 
         Args:
             beside: the bytes of the weights of a model that is not counted yet.
         """
         left = max(0, self.room - beside * (1 - _RESERVE) - self._forward())
-        asked = self._cache_bytes
-        return int(left * _CACHE_SHARE if asked is None else min(left, asked))
-
-    @property
-    def most_cached(self) -> int:
-        """The size limit of a single idle entry, in bytes."""
-        return self._bound if self._cache_bytes is None else self._cache_bytes
+        return int(left * _CACHE_SHARE)
 
     def _forward(self, *more: Need) -> int:
         """The bytes of the largest forward that may run."""
@@ -218,7 +211,7 @@ class ServerMemory:
         """
         mx.set_cache_limit(self._spare)
         self._evict(self.room - self._forward() - self.reserved)
-        self._evict(self.most_idle(), kept=self._cache_bytes is None)
+        self._evict(self.most_idle(), kept=1)
 
     def _evict(self, most: int, kept: int = 0) -> None:
         """Evict idle entries until they take at most ``most`` bytes, or only ``kept`` entries are

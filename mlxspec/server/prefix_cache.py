@@ -73,9 +73,9 @@ class _Entry:
 
 @dataclass(eq=False)
 class PrefixCache:
-    """Keeps the caches of requests to one model, within a memory limit.
+    """Keeps the caches of requests to one model, until :meth:`make_room` evicts them.
 
-    Lent sessions do not count towards the limit: their memory belongs to their requests.
+    The memory of lent sessions belongs to their requests.
 
     Some caches (states, windows) cannot be cut to any length. With these, a prompt that diverges
     from an earlier one leaves a copy of the cache up to that point as an entry, which later prompts
@@ -83,7 +83,6 @@ class PrefixCache:
 
     Attributes:
         model: an mlx-lm model.
-        max_bytes: the most memory of idle entries. The least recently used are evicted first.
         options: the cache options, which all generations share.
         chunks_matter: the decoder's method of that name; a prompt for which it returns True shares
             no prefix. By default, all prompts may share theirs.
@@ -94,7 +93,6 @@ class PrefixCache:
     """
 
     model: nn.Module
-    max_bytes: int
     options: CacheOptions = field(default_factory=CacheOptions)
     chunks_matter: Callable[[int, list[Any]], bool] = lambda length, caches: False
 
@@ -197,7 +195,7 @@ class PrefixCache:
             return
         tokens = entry.tokens = array("i", session.tokens)
         entry.nbytes = session.nbytes
-        if not tokens or entry.nbytes > self.max_bytes or not self._alike(entry, len(tokens)):
+        if not tokens or not self._alike(entry, len(tokens)):
             return
         entry.n_prompt = min(entry.n_prompt, len(tokens))
         for common, other in self._matches(tokens, entry.partition):
@@ -207,7 +205,6 @@ class PrefixCache:
         self._touch(entry)
         if entry.branch and session.reusable_prefix(entry.branch) == entry.branch:
             self._keep_branch(entry)
-        self.make_room(self.nbytes - self.max_bytes)
 
     def _keep_branch(self, entry: _Entry) -> None:
         """Keep a copy of a shared prefix, since later states cannot be trimmed to it."""
@@ -345,7 +342,7 @@ class PrefixCache:
         entry.session.save(path, described)
         return path.rename(path.with_stem(f"{name}-{_checksum(path)}"))
 
-    def load(self, directory: Path, most: int | None = None) -> None:
+    def load(self, directory: Path, most: int) -> None:
         """Load as many of the entries that :meth:`save` wrote as fit, the last used first.
 
         Files that belong to another model are skipped with a warning, as is any file or directory
@@ -353,15 +350,14 @@ class PrefixCache:
         keep them for the same entry.
 
         Args:
-            most: the most bytes of all loaded entries; by default ``max_bytes``.
+            most: the most bytes of all loaded entries.
         """
         if not directory.is_dir() or not self._trusts(directory):
             return
-        left = self.max_bytes if most is None else most
         entries: list[_Entry] = []
         for path in sorted(directory.glob(_FILES), key=lambda one: -one.lstat().st_mtime):
-            if (entry := self._read(path)) and entry.nbytes <= left:
-                left -= entry.nbytes
+            if (entry := self._read(path)) and entry.nbytes <= most:
+                most -= entry.nbytes
                 entries.append(entry)
         for entry in reversed(entries):
             self._touch(entry)

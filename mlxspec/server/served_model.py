@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -174,7 +173,6 @@ class ServedModel:
         name: the model's name in requests.
         decoder: the decoder, with its model loaded.
         caches: the cache options of all requests.
-        most_cached: the most bytes of the prefix cache's idle entries.
         template_arguments: default arguments of the chat template, overridden by a request's.
         memory: the memory needs of its weights, caches and forwards.
         cache: the prefix cache.
@@ -183,7 +181,6 @@ class ServedModel:
     name: str
     decoder: Decoder
     caches: CacheOptions = field(default_factory=CacheOptions)
-    most_cached: int = sys.maxsize
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -193,9 +190,7 @@ class ServedModel:
         factory = decoder.drafter_factory
         draft_model = factory.draft_model if isinstance(factory, Auto) else None
         self.memory = CacheMemory(decoder.loaded, self.caches, draft_model)
-        self.cache = PrefixCache(
-            decoder.model, self.most_cached, self.caches, decoder.loaded.chunks_matter
-        )
+        self.cache = PrefixCache(decoder.model, self.caches, decoder.loaded.chunks_matter)
 
     @property
     def context_length(self) -> int | None:

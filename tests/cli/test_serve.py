@@ -133,8 +133,8 @@ def test_what_cannot_be_served_is_a_one_line_error(endless: Path, tmp_path: Path
     assert "has no key" in refused("--model", endless, "--api-key-file", keys).stderr
     missing = tmp_path / "nothing"
     assert str(missing) in refused("--model", endless, "--api-key-file", missing).stderr
-    assert "is not a size" in refused("--cache-bytes", "5Q").stderr
-    assert "is not a size" in refused("--memory-limit", "much").stderr
+    for size in ("5Q", "much"):
+        assert "is not a size" in refused("--memory-limit", size).stderr
     assert "allow at least" in refused("--model", endless, "--memory-limit", "100K").stderr
     assert "--quiet and --log-json" in refused("--quiet", "--log-json").stderr
     none = ("--models", endless, "--head", "a")

@@ -173,7 +173,7 @@ def test_a_follower_has_the_leaders_caches_after_each_turn(
     leader = led(decoder.loaded, echo)
     next(leader._numbers)
     monkeypatch.setattr(ranks, "share", echo.share)
-    cache = PrefixCache(decoder.model, 1 << 30, CacheOptions(**options))
+    cache = PrefixCache(decoder.model, CacheOptions(**options))
     run(Checked(decoder, echo, cache), decoder, cache, options)
     assert echo.names == REPEATED
     assert 0 < cache.forks < cache.hits

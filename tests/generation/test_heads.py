@@ -258,7 +258,7 @@ def test_a_head_goes_on_in_another_thread(kind: str) -> None:
 def test_a_servers_prefixes_have_their_heads(kind: str) -> None:
     talk = Conversation(kind)
     system = prompts(1, 40)[0]
-    prefixes = PrefixCache(talk.decoder.model, 1 << 30)
+    prefixes = PrefixCache(talk.decoder.model)
     for turn in range(5):
         context = system if turn % 2 else talk.context or system
         prompt = [*context, turn, 5, turn]

@@ -32,7 +32,7 @@ def test_caches_and_grammars_go_without_garbage_collection(
     gc.collect()
     gc.disable()
     try:
-        with running_server(served(cache_bytes=0)) as server:
+        with running_server(model := served()) as server:
             client = server.client()
             for turn in range(3):
                 prompt = f"Request {turn} with a prompt of some length."
@@ -45,6 +45,7 @@ def test_caches_and_grammars_go_without_garbage_collection(
                 )
                 if streamed:
                     list(answer)
+            server.worker.call(lambda: model.cache.make_room(1 << 40))
             deadline = time.monotonic() + 5
             while any(one() for one in large) and time.monotonic() < deadline:
                 time.sleep(0.01)

@@ -46,7 +46,7 @@ def wide_decoder() -> mlxspec.AutoDecoder:
 
 
 def wide(name: str = "wide") -> ServedModel:
-    return ServedModel(name, wide_decoder(), most_cached=BOUND)
+    return ServedModel(name, wide_decoder())
 
 
 def prompts() -> list[list[int]]:
@@ -59,11 +59,9 @@ def ask(server: Running, prompt: list[int], max_tokens: int = ANSWER) -> httpx.R
 
 
 def test_kept_prefixes_have_room_beside_a_model_that_is_yet_to_come() -> None:
-    assert ServerMemory(BOUND, cache_bytes=1000).most_idle(BOUND // 2) == 1000
-    assert ServerMemory(BOUND, cache_bytes=0).most_idle(BOUND // 2) == 0
     most = ServerMemory(BOUND).most_idle(BOUND // 2)
     assert BOUND // 5 < most <= BOUND // 4
-    assert ServerMemory(BOUND, cache_bytes=BOUND).most_idle(BOUND) == 0
+    assert ServerMemory(BOUND).most_idle(BOUND) == 0
 
 
 @pytest.mark.slow
@@ -131,11 +129,13 @@ def keep(model: ServedModel, seed: int, tokens: int = 20) -> None:
     model.cache.give_back(session)
 
 
-def test_models_share_one_room_and_the_prefix_used_longest_ago_makes_it() -> None:
+def test_models_share_one_room_and_the_prefix_used_longest_ago_makes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_budget, "_CACHE_SHARE", 1)
     memory, first, second = two()
     for model, seed in ((first, 1), (second, 2), (first, 3)):
         keep(model, seed, 300)
-    memory._cache_bytes = memory.room  # without a smaller share for prefixes
     need = first.memory.needs(40)
     for _ in range(3):
         assert memory.fits(need)
@@ -145,11 +145,13 @@ def test_models_share_one_room_and_the_prefix_used_longest_ago_makes_it() -> Non
     assert (first.cache.entries, second.cache.entries) == (0, 0)
 
 
-def test_the_prefix_used_longest_ago_goes_first_whichever_model_has_it() -> None:
+def test_the_prefix_used_longest_ago_goes_first_whichever_model_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory_budget, "_CACHE_SHARE", 1)
     memory, first, second = two()
     for model, seed in ((second, 1), (first, 2), (first, 3)):
         keep(model, seed)
-    memory._cache_bytes = memory.room
     left = memory.room - sum(memory.parts[part] for part in ("forward", "prefixes"))
     memory.reserve("more", Need(left + 1))
     assert (first.cache.entries, second.cache.entries) == (2, 0)

@@ -48,11 +48,11 @@ class Running:
         return OpenAI(base_url=f"{self.address}/v1", **given)
 
 
-def served(name: str = "small", cache_bytes: int = 1 << 28, **options: Any) -> ServedModel:
+def served(name: str = "small", **options: Any) -> ServedModel:
     """Return the small model that repeats itself, ready to be served."""
     decoder = stand_in_decoder(mlxspec.AutoDecoder, memory_tokens=0)
     decoder.costs = given_costs(FLAT)
-    return ServedModel(name, decoder, CacheOptions(**options), cache_bytes)
+    return ServedModel(name, decoder, CacheOptions(**options))
 
 
 def served_with_tools() -> ServedModel:
