@@ -42,6 +42,7 @@ def test_the_page_shows_the_figures_of_the_status() -> None:
     with running_server() as server:
         idle = shown_document(server.address + "/")
         assert "No requests yet." in shown_text(idle)
+        assert f"mlxspec chat --server {server.address}" in shown_text(idle)
         figures = re.findall(r'class="figure[^"]*">([^<]*)<', idle)
         assert set(figures) == {"–"}  # and no large zeros
         for _ in range(3):
