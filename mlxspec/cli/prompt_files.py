@@ -96,7 +96,8 @@ def answer_prompts(
 
 # --- a line ---
 
-_SAMPLING = {own.name for own in fields(SamplingParams) if "help" in own.metadata}
+_NOT_JSON = {"logits_processors", "sampler", "xtc_special_tokens"}
+_SAMPLING = {field.name for field in fields(SamplingParams)} - _NOT_JSON
 _OPTIONS = _SAMPLING | {"max_tokens", "stop", "stop_tokens"}
 
 

@@ -118,7 +118,7 @@ class SamplingParams:
     min_p: float = _option(0.0, "P", "Drop tokens below this share of the highest probability.")
     seed: int | None = _option(0, "N", "The same seed gives the same output.")
     _: KW_ONLY
-    min_tokens_to_keep: int = _option(1, "N", "--min-p keeps at least the N likeliest tokens.")
+    min_tokens_to_keep: int = 1
     xtc_probability: float = _option(0.0, "P", "How often XTC drops the likeliest tokens, 0 to 1.")
     xtc_threshold: float = _option(
         0.1, "P", "XTC drops all tokens above this probability except the least likely of them."
@@ -136,17 +136,13 @@ class SamplingParams:
         20, "N", "The repetition penalty looks at the last N tokens, prompt included; 0 for all."
     )
     presence_penalty: float | None = _option(
-        None, "X", "Subtract X from the logits of tokens that have occurred."
+        None, "X", "Subtract X from the logits of the last 20 tokens, prompt included."
     )
-    presence_context_size: int = _option(
-        20, "N", "The presence penalty looks at the last N tokens, prompt included; 0 for all."
-    )
+    presence_context_size: int = 20
     frequency_penalty: float | None = _option(
-        None, "X", "Subtract X from a token's logit for each time that it has occurred."
+        None, "X", "Subtract X from a token's logit for each time that it is among the last 20."
     )
-    frequency_context_size: int = _option(
-        20, "N", "The frequency penalty looks at the last N tokens, prompt included; 0 for all."
-    )
+    frequency_context_size: int = 20
     logits_processors: Sequence[LogitsProcessor] | None = None
     sampler: Sampler | None = None
 

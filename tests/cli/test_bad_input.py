@@ -225,8 +225,7 @@ def test_a_size_or_form_that_cannot_be_is_one_short_line(called: Called, argumen
     [
         *(("--json", "--logprobs", size) for size in (99999999999, HUGE)),
         *(
-            (f"--{kind}-penalty", "1.1", f"--{kind}-context-size", size)
-            for kind in ("repetition", "presence", "frequency")
+            ("--repetition-penalty", "1.1", "--repetition-context-size", size)
             for size in (99999999999, HUGE)
         ),
         *(("--top-k", HUGE), ("--n-draft", HUGE), ("--guess-set-size", HUGE)),

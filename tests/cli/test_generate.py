@@ -278,7 +278,6 @@ def test_ctrl_c_with_json_writes_what_there_is(endless: Path, monkeypatch: pytes
         (("--logprobs", "0"), "--logprobs has no effect without --json or --prompts: add it"),
         (("--concurrency", "8"), "--concurrency has no effect without --prompts"),
         (("--num-draft-tokens", "2"), "--num-draft-tokens has no effect without --draft-model"),
-        (("--min-tokens-to-keep", "2"), "--min-tokens-to-keep has no effect without --min-p"),
         (("--xtc-threshold", "0.2"), "--xtc-threshold has no effect without --xtc-probability"),
         (("--kv-group-size", "32"), "--kv-group-size has no effect without --kv-bits"),
         (

@@ -57,15 +57,12 @@ def test_each_option_sets_its_field() -> None:
         "top_p": 0.9,
         "top_k": 40,
         "min_p": 0.05,
-        "min_tokens_to_keep": 2,
         "xtc_probability": 0.5,
         "xtc_threshold": 0.2,
         "repetition_penalty": 1.1,
         "repetition_context_size": 30,
         "presence_penalty": 0.2,
-        "presence_context_size": 31,
         "frequency_penalty": -0.3,
-        "frequency_context_size": 32,
         "seed": 9,
     }
     arguments = [part for name, value in values.items() for part in (_option(name), value)]
@@ -125,8 +122,8 @@ def test_log_probabilities_stand_in_the_json(endless: Path) -> None:
         (("--xtc-probability", "0.5", "--xtc-threshold", "0.9"), "xtc_threshold is 0.9"),
         (("--repetition-penalty", "-1"), "repetition_penalty is -1.0"),
         (
-            ("--frequency-penalty", "1", "--frequency-context-size", "-2"),
-            "frequency_context_size is -2",
+            ("--repetition-penalty", "1", "--repetition-context-size", "-2"),
+            "repetition_context_size is -2",
         ),
         (("--logit-bias", "five=1"), "'five=1': write it as ID=VALUE"),
         (("--logit-bias", "5"), "'--logit-bias': '5'"),

@@ -22,6 +22,7 @@ def test_a_line_is_a_text_ids_or_messages() -> None:
 
 def test_a_line_may_say_how_to_generate() -> None:
     sampling = {"temp": 1, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 2}
+    sampling |= {"min_tokens_to_keep": 2, "presence_context_size": 9}
     biases = {"logit_bias": {"4": -5}}
     ends = {"stop": "x", "stop_tokens": [2, "</s>"]}
     asked = read_line({"prompt": "a", "max_tokens": 9, **sampling, **biases, **ends})

@@ -110,7 +110,7 @@ class ApiClient:
 # --- answers ---
 
 _NOT_SENT = {"temp", "min_tokens_to_keep", "logits_processors", "sampler", "xtc_special_tokens"}
-_ONLY_LOCAL = DraftingOptions(), CacheOptions(), None, 1  # the values of options not given
+_ONLY_LOCAL = DraftingOptions(), CacheOptions(), None  # the values of options not given
 
 
 class RemoteModel:
@@ -132,11 +132,10 @@ class RemoteModel:
     def __init__(
         self, address: str, generation: GenerationSettings, template_arguments: Mapping[str, Any]
     ) -> None:
-        kept, least = generation.adapter_path, generation.sampling.min_tokens_to_keep
-        if (generation.drafting, generation.caches, kept, least) != _ONLY_LOCAL:
+        if (generation.drafting, generation.caches, generation.adapter_path) != _ONLY_LOCAL:
             raise OptionError(
-                "options for drafts, caches and adapters, and --min-tokens-to-keep, have no effect "
-                "with --server: leave them out"
+                "options for drafts, caches and adapters have no effect with --server: leave them "
+                "out"
             )
         self._client = ApiClient(address)
         self._template_arguments = template_arguments

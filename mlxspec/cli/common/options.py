@@ -119,11 +119,8 @@ _NEEDS = {
     "--logprobs": ("--json", "--prompts"),
     "--concurrency": ("--prompts",),
     "--num-draft-tokens": ("--draft-model",),
-    "--min-tokens-to-keep": ("--min-p",),
     "--xtc-threshold": ("--xtc-probability",),
     "--repetition-context-size": ("--repetition-penalty",),
-    "--presence-context-size": ("--presence-penalty",),
-    "--frequency-context-size": ("--frequency-penalty",),
     **dict.fromkeys(("--kv-group-size", "--quantized-kv-start"), ("--kv-bits",)),
 }
 """For each option that needs another one to have an effect, the options of which one suffices.
