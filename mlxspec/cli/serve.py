@@ -34,7 +34,7 @@ from ..files import is_ours_alone
 from ..models.model_files import local_path
 from ..process import INTERRUPTED, give_back_large_blocks
 from ..terminal import one_line
-from .common.generation import API_KEY, DraftingOptions, GenerationSettings
+from .common.generation import API_KEY, PARAMETERS, DraftingOptions, GenerationSettings
 from .common.model_choice import (
     DIRECTORY,
     default_model,
@@ -199,7 +199,7 @@ class ServeOptions:
 @model_argument(several=True)
 @options_of(ServeOptions, "options")
 @template_option("Requests")
-@options_of(DraftingOptions, "drafting", "Drafting")
+@options_of(DraftingOptions, "drafting", "Drafting", leave_out=PARAMETERS)
 @options_of(CacheOptions, "caches", "Memory")
 @color_option("Output", "Colour the lines for requests.")
 def serve_command(

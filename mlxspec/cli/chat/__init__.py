@@ -25,7 +25,7 @@ from ...jsonl import conversation_of, load_json
 from ...models.model_files import find_directory, local_path
 from ...terminal import TokenPrinter, one_line, visible
 from ..common.api_client import RemoteModel
-from ..common.generation import FORMS, GenerationSettings, generation_options
+from ..common.generation import FORMS, PARAMETERS, GenerationSettings, generation_options
 from ..common.model_choice import (
     known_names,
     model_argument,
@@ -60,7 +60,7 @@ _output = partial(option, group="Output")
 @_model("--load FILE", "Continue a conversation written by /save.", type=FILE)
 @_model("--server URL", "Chat with a model that 'mlxspec serve' serves at this address.")
 @_model("--max-tokens N", "Generate at most N tokens per answer.", default=2048, type=COUNT)
-@generation_options(leave_out=FORMS)
+@generation_options(leave_out=(*FORMS, *PARAMETERS))
 @color_option("Output")
 @_output("--markdown", "At a terminal: render answers as Markdown, without the colours of drafts.")
 @_output("--no-history", "Do not keep typed messages for the next chat.")

@@ -148,7 +148,16 @@ class DraftingOptions:
         return PromptLookup(**given)
 
 
+PARAMETERS = [
+    own.name
+    for own in fields(DraftingOptions)
+    if own.metadata.get("of") in ("prompt-lookup", "lookahead")
+]
+"""The options that set a fixed decoder's parameters."""
+
 FORMS = ("json_schema", "regex", "grammar")
+"""The options that set the form of the output."""
+
 _end = partial(option_field, group="End of the output")
 _form = partial(option_field, group="Form of the output")
 _model = partial(option_field, group="Model and prompt")
@@ -344,7 +353,7 @@ class GenerationSettings:
 def generation_options(leave_out: Collection[str] = ()) -> Decorator:
     """The options of :class:`GenerationSettings`; a command gets it as ``generation``."""
     return all_of(
-        options_of(DraftingOptions, "drafting", "Drafting"),
+        options_of(DraftingOptions, "drafting", "Drafting", leave_out),
         options_of(SamplingParams, "sampling", "Sampling"),
         options_of(CacheOptions, "caches", "Memory"),
         options_of(GenerationSettings, "generation", leave_out=leave_out),
