@@ -187,10 +187,10 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         check_one(quiet=self.quiet, log_json=self.log_json)
-        for one in self.available:
-            if one != ALL and not local_path(one).is_dir():
+        for name in self.available:
+            if name != ALL and not local_path(name).is_dir():
                 raise OptionError(
-                    f"--models {one_line(one)}: no such directory; name one with models, or use "
+                    f"--models {one_line(name)}: no such directory; name one with models, or use "
                     "--models all"
                 )
 
@@ -521,12 +521,12 @@ def _other_names(name: str, path: str) -> frozenset[str]:
     """Names by which requests can also name a model: the last part, its path, its aliases."""
     aliases = load_aliases()
     same = {name, path, os.path.realpath(local_path(path))}
-    own = {
+    named = {
         alias
         for alias, model in aliases.items()
         if same & {model, os.path.realpath(local_path(model))}
     }
-    return frozenset({name.rpartition("/")[2], *own, *same})
+    return frozenset({name.rpartition("/")[2], *named, *same})
 
 
 def _locked(directory: Path) -> int:

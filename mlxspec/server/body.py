@@ -275,7 +275,7 @@ def parse(model: type[_Body], body: object) -> _Body:
             f"The body is {shown(body)}: send a JSON object, such as "
             '{"messages": [{"role": "user", "content": "Hello"}]}.'
         )
-    fields = (field for one in model.unsupported for field in _UNSUPPORTED[one].items())
+    fields = (field for name in model.unsupported for field in _UNSUPPORTED[name].items())
     for name, (remedy, *harmless) in fields:
         if (value := body.get(name)) is not None and value not in harmless:
             refuse(name, value, remedy)

@@ -62,17 +62,17 @@ class ServerMemory:
             **self._lasting,
             "forward": self._forward(),
             "requests": self.reserved,
-            "prefixes": sum(one.cache.nbytes for one in models),
+            "prefixes": sum(model.cache.nbytes for model in models),
         }
 
     @property
     def _lasting(self) -> dict[str, int]:
         """The parts that requests do not change."""
         models = [*self._models.copy().values()]
-        indexes = {id(index): index for one in models for index in one.answer_indexes}
-        kept = (Vocabulary.kept_on(one.decoder.tokenizer) for one in models)
+        indexes = {id(index): index for model in models for index in model.answer_indexes}
+        kept = (Vocabulary.kept_on(model.decoder.tokenizer) for model in models)
         return {
-            "weights": sum(one.memory.weights for one in models),
+            "weights": sum(model.memory.weights for model in models),
             "answers": sum(index.nbytes for index in indexes.values()),
             "constraints": sum(vocabulary.nbytes for vocabulary in kept if vocabulary),
         }
@@ -101,7 +101,7 @@ class ServerMemory:
     def _forward(self, *more: Need) -> int:
         """The bytes of the largest forward that may run."""
         needs = [*self._reserved.copy().values(), *more]
-        steps = (one.memory.step_bytes() for one in self._models.copy().values())
+        steps = (model.memory.step_bytes() for model in self._models.copy().values())
         return max([*(need.forward for need in needs), *steps, 0])
 
     def fits(self, need: Need) -> bool:
@@ -217,7 +217,7 @@ class ServerMemory:
         """Evict idle entries until they take at most ``most`` bytes, or only ``kept`` entries are
         left.
         """
-        caches = [one.cache for one in self._models.values()]
+        caches = [model.cache for model in self._models.values()]
         over = sum(cache.nbytes for cache in caches) - max(0, most)
         while over > 0 and sum(cache.entries for cache in caches) > kept:
             over -= min(caches, key=lambda cache: cache.oldest).make_room(1)

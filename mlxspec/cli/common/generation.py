@@ -122,9 +122,9 @@ class DraftingOptions:
     def _for_one_decoder(self) -> dict[str, str]:
         """The given options that belong to only one decoder, with that decoder."""
         return {
-            own.name: own.metadata["of"]
-            for own in fields(self)
-            if "of" in own.metadata and getattr(self, own.name) is not None
+            field.name: field.metadata["of"]
+            for field in fields(self)
+            if "of" in field.metadata and getattr(self, field.name) is not None
         }
 
     @cached_property
@@ -149,9 +149,9 @@ class DraftingOptions:
 
 
 PARAMETERS = [
-    own.name
-    for own in fields(DraftingOptions)
-    if own.metadata.get("of") in ("prompt-lookup", "lookahead")
+    field.name
+    for field in fields(DraftingOptions)
+    if field.metadata.get("of") in ("prompt-lookup", "lookahead")
 ]
 """The options that set a fixed decoder's parameters."""
 

@@ -123,7 +123,7 @@ _NEEDS = {
     "--repetition-context-size": ("--repetition-penalty",),
     **dict.fromkeys(("--kv-group-size", "--quantized-kv-start"), ("--kv-bits",)),
 }
-"""For each option that needs another one to have an effect, the options of which one suffices.
+"""For each option that has no effect alone, the options of which it needs at least one.
 
 Only those that the command has are considered.
 """
@@ -131,9 +131,10 @@ Only those that the command has are considered.
 
 def _check_needs(ctx: click.Context) -> None:
     """Refuse options that have no effect."""
-    values = {name: ctx.params.get(one.name) for one in ctx.command.params for name in one.opts}
-    for one in ctx.command.params:
-        name, given = one.opts[0], ctx.get_parameter_source(one.name or "")
+    params = ctx.command.params
+    values = {name: ctx.params.get(param.name) for param in params for name in param.opts}
+    for param in params:
+        name, given = param.opts[0], ctx.get_parameter_source(param.name or "")
         needs = [other for other in _NEEDS.get(name, ()) if other in values]
         if given is ParameterSource.COMMANDLINE and needs and not any(map(values.get, needs)):
             raise OptionError(
@@ -250,17 +251,17 @@ def options_of(
         group: the heading of these options.
         leave_out: the names of fields that are not options of this command.
     """
-    own = [one.name for one in fields(kind)]
+    names = [declared.name for declared in fields(kind)]
     added = [
-        _option_of(one, group)
-        for one in fields(kind)
-        if "help" in one.metadata and one.name not in leave_out
+        _option_of(declared, group)
+        for declared in fields(kind)
+        if "help" in declared.metadata and declared.name not in leave_out
     ]
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def called(**options: Any) -> Any:
-            taken = kind(**{name: options.pop(name) for name in own if name in options})
+            taken = kind(**{name: options.pop(name) for name in names if name in options})
             return function(**{argument: taken}, **options)
 
         return all_of(*added)(called)
@@ -279,15 +280,15 @@ def all_of(*added: Decorator) -> Decorator:
     return decorate
 
 
-def _option_of(own: Field, group: str | None) -> Decorator:
-    more: dict[str, Any] = {"group": group, **own.metadata}
+def _option_of(declared: Field, group: str | None) -> Decorator:
+    more: dict[str, Any] = {"group": group, **declared.metadata}
     if not more.get("required"):  # click treats any default, even None, as a value
-        more["default"] = own.default
-    named = f"--{own.name.replace('_', '-')} {more.pop('metavar', '')}"
+        more["default"] = declared.default
+    named = f"--{declared.name.replace('_', '-')} {more.pop('metavar', '')}"
     more.pop("of", None)
     if "type" not in more:
-        more |= _TYPES.get(str(own.type).removesuffix(" | None"), {"multiple": True})
-    return option(more.pop("spelling", named), more.pop("help"), own.name, **more)
+        more |= _TYPES.get(str(declared.type).removesuffix(" | None"), {"multiple": True})
+    return option(more.pop("spelling", named), more.pop("help"), declared.name, **more)
 
 
 def color_option(group: str, help: str = "Colour accepted draft tokens.") -> Decorator:

@@ -110,7 +110,7 @@ class PromptOptions:
 
     def for_template(self) -> list[str]:
         """The options given that apply only to a prompt in a chat template."""
-        names = [own.name for own in fields(self) if own.metadata.get("group") == _TEMPLATE]
+        names = [field.name for field in fields(self) if field.metadata.get("group") == _TEMPLATE]
         given = [name for name in names if getattr(self, name) not in (None, False)]
         return [f"--{name.replace('_', '-')}" for name in given]
 
@@ -191,7 +191,9 @@ class PromptOptions:
             the conversation, with the system prompt from the options if it has none, and with the
             beginning of the answer; and the arguments for :func:`.conversation_prompt`.
         """
-        if self.system_prompt is not None and all(one["role"] != "system" for one in messages):
+        if self.system_prompt is not None and all(
+            message["role"] != "system" for message in messages
+        ):
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         how = {} if ended else {"add_generation_prompt": False, "continue_final_message": True}
         if ended and self.prefill_response:
