@@ -17,7 +17,7 @@ from tests.support.explained_steps import lookahead_step
 
 def test_a_rejected_node_is_one_that_the_target_could_have_chosen_and_did_not() -> None:
     step = lookahead_step()
-    tokens = map(chr, (*step.verified.tree.tokens, step.verified.tokens[-1]))
+    tokens = map(chr, (*step.tree.tokens, step.tokens[-1]))
     fate = dict(zip(tokens, fates_of(step), strict=True))
     assert fate["a"] == "emitted before"
     assert {letter for letter in fate if fate[letter] == "accepted"} == set("bc")
