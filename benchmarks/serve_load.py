@@ -156,6 +156,7 @@ async def take_turn(address: str, kind: str, clients: int, seconds: float, numbe
     found = [prompt for prompt in bundled_prompts() if prompt.category in _KINDS[kind]]
     if kind == "mixed":
         found = [prompt for prompt in read_prompts(_CHATS) if not prompt.raw]
+        random.Random(0).shuffle(found)  # in the file, each kind stands together
     starts = [number // 100 + own * len(found) // clients for own in range(clients)]
     end = time.perf_counter() + seconds
     async with httpx.AsyncClient(base_url=address, timeout=300, verify=False) as client:

@@ -142,7 +142,7 @@ def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[St
     if len(active) > 1 and planners:
         plans = plan_drafts(dict.fromkeys(planners, MAX_DEPTH), costs, sequences=len(active))
         for planner, plan in zip(planners, plans, strict=True):
-            planner.plan = plan
+            planner.joint_plan = plan
     proposals = [one.drafter.propose(MAX_DEPTH) for one in active]
     # A plain step that was dispatched ahead runs first, whatever is proposed meanwhile.
     trees = [DraftTree.chain(one.last) for one in active] if ahead else proposals

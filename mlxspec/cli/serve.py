@@ -269,7 +269,7 @@ def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
         worker = Worker(
             active=options.concurrency,
             on_end=lambda request: log(end_record(request)),
-            memory=loader.memory,
+            memory=loader.server_memory,
         )
         entries = loader.entries()
         default = None if entries else default_model()
@@ -397,8 +397,8 @@ class _Loader:
         self._left_out: set[Path] = set()
 
     @cached_property
-    def memory(self) -> ServerMemory:
-        """The memory of the server."""
+    def server_memory(self) -> ServerMemory:
+        """The server's memory, in bytes."""
         from ..server.memory_budget import ServerMemory
 
         return ServerMemory(self.options.memory_limit)
@@ -478,13 +478,13 @@ class _Loader:
         from ..server.served_model import ServedModel
 
         is_named = entry.path in self.paths
-        how = self.named.for_model(entry.path, is_named)
-        decoder = how.load(None, self.memories, self.leader, on_read)
+        settings = self.named.for_model(entry.path, is_named)
+        decoder = settings.load(None, self.memories, self.leader, on_read)
         _ = decoder.loaded.capability  # if this takes forwards, other models can answer meanwhile
         on_read(0)  # the server may be shutting down
-        served = ServedModel(entry.name, decoder, how.caches, self.template)
+        served = ServedModel(entry.name, decoder, settings.caches, self.template)
         if place := self._place(entry):
-            most = self.memory.most_idle(served.memory.weights) // max(1, len(self.paths))
+            most = self.server_memory.most_idle(served.memory.weights) // max(1, len(self.paths))
             served.cache.load(place, most)
         return served
 

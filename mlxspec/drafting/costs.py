@@ -78,8 +78,6 @@ class LiveCosts:
         clock: returns the time in seconds.
 
     Attributes:
-        found: as given.
-        file: as given.
         steps: the number of steps that this generation, or these sequences, have recorded.
         wants_long_context: whether a generation has had a long context, and only the times after
             short ones are known; see :func:`mlxspec.engine.calibration.with_long_context`.

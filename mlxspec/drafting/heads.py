@@ -79,7 +79,6 @@ class HeadSource:
         experience: the head's experience, to which this generation adds.
 
     Attributes:
-        experience: as given.
         last: the current token.
         target, perturb: as given to :meth:`attach`.
     """

@@ -309,8 +309,7 @@ class Planner:
         experience: the experience of earlier generations, or None.
 
     Attributes:
-        branching: as given.
-        plan: the next step's plan, if sequences that share the step have planned it together.
+        joint_plan: the next step's plan, if sequences that share the step have planned it together.
         policy: the current generation's policy.
         failed: whether planning has failed in the current generation.
         guide: a constrained output's :class:`mlxspec.engine.grammar.Grammar`, or None.
@@ -340,8 +339,8 @@ class Planner:
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
         self.failed = False
-        self.plan: Plan | None = None
-        self._plan = NO_PLAN
+        self.joint_plan: Plan | None = None
+        self._step_plan = NO_PLAN
         self.policy = Policy()
         try:
             self.costs.move_to(len(prompt))
@@ -397,10 +396,10 @@ class Planner:
     @property
     def head_time(self) -> float:
         """The expected time that trained heads took before the last step, in plain steps."""
-        return self._plan.head_time
+        return self._step_plan.head_time
 
     def propose(self, max_depth: int) -> DraftTree:
-        plan, self.plan = self.plan, None
+        plan, self.joint_plan = self.joint_plan, None
         try:
             if plan is None and not self.failed:
                 (plan,) = plan_drafts({self: max_depth}, self.costs)
@@ -409,9 +408,9 @@ class Planner:
         if plan and plan.fault:
             self._fails(plan.fault)
         if plan is None or plan.candidates is None or self.failed:
-            self._plan = NO_PLAN
+            self._step_plan = NO_PLAN
             return DraftTree.chain(self._last)
-        self._plan = plan
+        self._step_plan = plan
         return plan.candidates.tree(plan.n_draft)
 
     def _fails(self, error: Exception) -> None:
@@ -430,7 +429,7 @@ class Planner:
         token. Waiting for it pays if drafts have lately gained more than the sync overhead, or if a
         draft after the likeliest token would gain more, and the guard would allow it.
         """
-        return self.failed or self._plan.pipelined
+        return self.failed or self._step_plan.pipelined
 
     def gain_of_waiting(self, candidates: Candidates | None, costs: Sequence[float]) -> float:
         """The expected gain of a draft after the next token, if the step waits for that token.
@@ -470,7 +469,7 @@ class Planner:
             spent_seconds = max(spent_seconds, min(step.blocking_seconds, step.seconds / 2))
         # This comes first, since with a caller's cache the context is longer than the prompt.
         self.costs.move_to(step.context)
-        plan, costs, charge = self._plan, self._plan.joint or self.costs, None
+        plan, costs, charge = self._step_plan, self._step_plan.joint or self.costs, None
         # Even a step that was planned alone can share a forward that was dispatched ahead.
         if not plan.joint and step.sequences == 1:
             seconds = step.seconds - spent_seconds - plan.head_seconds
@@ -505,7 +504,7 @@ class Planner:
 
     def no_draft(self) -> str:
         """A clause that says why the last proposal has no draft."""
-        candidates, policy, costs = self._plan.candidates, self.policy, self.costs
+        candidates, policy, costs = self._step_plan.candidates, self.policy, self.costs
         if candidates is None:
             return "planning failed: see the log"
         if policy.budget < 0:

@@ -38,7 +38,6 @@ class DraftModel:
 
     Attributes:
         loaded: the model, with what mlxspec knows about it.
-        num_draft_tokens: as given.
         capability: how the model verifies rows.
 
     Raises:

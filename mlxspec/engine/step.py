@@ -619,7 +619,7 @@ class Batch:
         if planners and (planned := self._planned(lambda: self._plan(sequences, planners))):
             costs, plans = planned
         for (sequence, planner), plan in zip(planners.items(), plans, strict=True):
-            planner.plan = plan
+            planner.joint_plan = plan
             sequence.uncounted += plan.planning_seconds
         outcomes = joint_step(sequences, self._joint, others_join)
         steps = [outcome for outcome in outcomes if isinstance(outcome, VerifiedStep)]

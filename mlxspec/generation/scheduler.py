@@ -52,9 +52,9 @@ class Scheduler:
             1, each request has its own forwards.
         stall: how many seconds decoding requests may wait for others' prompts between two steps, if
             three plain steps do not take less. The speed of earlier chunks decides the size of the
-            next one, except for prompts whose result depends on their chunks (see the decoder's
-            ``chunks_matter``). Use ``math.inf`` for batches, where only the total time counts:
-            prompts run first, and others' drafts may delay a request.
+            next one, except for prompts whose result depends on their chunks (see
+            :meth:`.LoadedModel.chunks_matter`). Use ``math.inf`` for batches, where only the total
+            time counts: prompts run first, and others' drafts may delay a request.
         max_unread: a request with this many unread responses is paused until :meth:`has_read`
             has counted most of them; None never pauses.
         spare: as for :class:`.engine.joint.Joint`.
@@ -64,7 +64,6 @@ class Scheduler:
 
     Attributes:
         prefill_seconds: the time spent on prompts so far.
-        stall: as given.
         steps: how many steps have run so far; a shared step counts once.
     """
 

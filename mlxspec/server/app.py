@@ -28,8 +28,18 @@ from ..errors import OptionError, printable
 from ..generation.options import GenerationOptions
 from .answer import ApiAnswer
 from .api_body import ApiBody, check_ids
-from .auth import MOST_BYTES, AuthMiddleware, body_of, decoded, stated_length
-from .body import ApiError, error_response, parse, read_body, shown
+from .auth import AuthMiddleware
+from .body import (
+    MOST_BYTES,
+    ApiError,
+    body_of,
+    decoded,
+    error_response,
+    parse,
+    read_body,
+    shown,
+    stated_length,
+)
 from .catalog import Catalog, Entry, keeping_models
 from .messages import MessagesAnswer, MessagesBody, messages_headers
 from .openai import (

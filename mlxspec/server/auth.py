@@ -10,17 +10,13 @@ from __future__ import annotations
 
 import hmac
 import re
-import zlib
 from collections.abc import Collection, Sequence
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .body import ApiError, shown
-
-MOST_BYTES = 32 * 2**20
-"""The most bytes of a request's body."""
 
 _OPEN = ("/", "/health", "/ready")
 """Paths that need no key: the status page, which contains no data, and the health checks."""
@@ -100,74 +96,3 @@ def host_name(host: str) -> str:
     """The name in a Host header, without the port; IPv6 addresses keep their brackets."""
     parts = _HOST.fullmatch(host)
     return (parts[1] if parts else host).lower()
-
-
-_TOO_LONG = f"the body has more than {MOST_BYTES >> 20} MiB: send less"
-
-
-def stated_length(request: Request) -> int:
-    """The most bytes that a request's body may have, according to its headers.
-
-    Raises:
-        ApiError: the body is too long, or has an unknown encoding.
-    """
-    encoded = _encoding_of(request) != "identity"
-    # h11 allows only numbers.
-    length = int(request.headers.get("content-length", 0))
-    if length > MOST_BYTES:
-        raise ApiError(_TOO_LONG, status=413, code="request_too_large")
-    return MOST_BYTES if encoded or "transfer-encoding" in request.headers else length
-
-
-_ENCODINGS = ("gzip", "x-gzip", "deflate")
-
-
-def _encoding_of(request: Request) -> str:
-    encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
-    if encoding not in ("identity", *_ENCODINGS):
-        raise ApiError(
-            f"the Content-Encoding is {shown(encoding)}: send the body with gzip, with deflate, "
-            "or as it is",
-            status=415,
-            headers={"Accept-Encoding": "gzip, deflate"},
-        )
-    return encoding
-
-
-def decoded(request: Request, data: bytes | bytearray) -> bytes | bytearray:
-    """Undo the ``Content-Encoding`` of a body.
-
-    Raises:
-        ApiError: the encoding is unknown, the body is not in this encoding, or is too long.
-    """
-    if (encoding := _encoding_of(request)) == "identity":
-        return data
-    # Many clients send deflate without zlib's header.
-    bare = encoding == "deflate" and (data[:1] != b"\x78" or int.from_bytes(data[:2]) % 31 != 0)
-    decoder = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32)
-    try:
-        whole = decoder.decompress(data, MOST_BYTES + 1)
-    except zlib.error as error:
-        raise ApiError(f"the body is not {encoding} ({error}): encode it again") from None
-    if len(whole) > MOST_BYTES:
-        raise ApiError(_TOO_LONG, status=413, code="request_too_large")
-    if not decoder.eof or decoder.unused_data:
-        raise ApiError(f"the body is not one whole {encoding} stream: encode it again")
-    return whole
-
-
-async def body_of(request: Request) -> bytearray:
-    """Read a request's body.
-
-    Raises:
-        ApiError: the body is too long, or the client disconnected.
-    """
-    data = bytearray()
-    try:
-        async for part in request.stream():
-            data += part
-            if len(data) > MOST_BYTES:
-                raise ApiError(_TOO_LONG, status=413, code="request_too_large")
-    except ClientDisconnect:  # nobody reads this error
-        raise ApiError("the client disconnected before the end of the body", status=499) from None
-    return data

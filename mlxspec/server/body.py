@@ -1,4 +1,4 @@
-"""Request bodies: JSON parsed within limits, then validated by pydantic models.
+"""Request bodies: received and parsed within limits, then validated by pydantic models.
 
 Python's JSON parser has no limits, so :func:`read_json` first counts the values, without creating
 any.
@@ -13,6 +13,7 @@ import json
 import math
 import re
 import uuid
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Annotated, Any, ClassVar, NoReturn, TypeVar
@@ -28,6 +29,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
 from ..errors import MlxspecError, printable
@@ -100,6 +102,84 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 _TYPES |= {429: "rate_limit_error"}
 _MESSAGES_TYPES = _TYPES | {413: "request_too_large"}
 
+
+# --- bytes ---
+
+MOST_BYTES = 32 * 2**20
+"""The most bytes of a request's body."""
+
+_TOO_LONG = f"the body has more than {MOST_BYTES >> 20} MiB: send less"
+
+
+def stated_length(request: Request) -> int:
+    """The most bytes that a request's body may have, according to its headers.
+
+    Raises:
+        ApiError: the body is too long, or has an unknown encoding.
+    """
+    encoded = _encoding_of(request) != "identity"
+    # h11 allows only numbers.
+    length = int(request.headers.get("content-length", 0))
+    if length > MOST_BYTES:
+        raise ApiError(_TOO_LONG, status=413, code="request_too_large")
+    return MOST_BYTES if encoded or "transfer-encoding" in request.headers else length
+
+
+_ENCODINGS = ("gzip", "x-gzip", "deflate")
+
+
+def _encoding_of(request: Request) -> str:
+    encoding = request.headers.get("content-encoding", "").strip().lower() or "identity"
+    if encoding not in ("identity", *_ENCODINGS):
+        raise ApiError(
+            f"the Content-Encoding is {shown(encoding)}: send the body with gzip, with deflate, "
+            "or as it is",
+            status=415,
+            headers={"Accept-Encoding": "gzip, deflate"},
+        )
+    return encoding
+
+
+def decoded(request: Request, data: bytes | bytearray) -> bytes | bytearray:
+    """Undo the ``Content-Encoding`` of a body.
+
+    Raises:
+        ApiError: the encoding is unknown, the body is not in this encoding, or is too long.
+    """
+    if (encoding := _encoding_of(request)) == "identity":
+        return data
+    # Many clients send deflate without zlib's header.
+    bare = encoding == "deflate" and (data[:1] != b"\x78" or int.from_bytes(data[:2]) % 31 != 0)
+    decoder = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32)
+    try:
+        whole = decoder.decompress(data, MOST_BYTES + 1)
+    except zlib.error as error:
+        raise ApiError(f"the body is not {encoding} ({error}): encode it again") from None
+    if len(whole) > MOST_BYTES:
+        raise ApiError(_TOO_LONG, status=413, code="request_too_large")
+    if not decoder.eof or decoder.unused_data:
+        raise ApiError(f"the body is not one whole {encoding} stream: encode it again")
+    return whole
+
+
+async def body_of(request: Request) -> bytearray:
+    """Read a request's body.
+
+    Raises:
+        ApiError: the body is too long, or the client disconnected.
+    """
+    data = bytearray()
+    try:
+        async for part in request.stream():
+            data += part
+            if len(data) > MOST_BYTES:
+                raise ApiError(_TOO_LONG, status=413, code="request_too_large")
+    except ClientDisconnect:  # nobody reads this error
+        raise ApiError("the client disconnected before the end of the body", status=499) from None
+    return data
+
+
+# --- JSON ---
 
 MOST_VALUES = 300_000
 """The most values in a body: objects, lists, strings, numbers and constants. A prompt of token ids

@@ -84,7 +84,7 @@ class PrefixCache:
     Attributes:
         model: an mlx-lm model.
         options: the cache options, which all generations share.
-        chunks_matter: the decoder's method of that name; a prompt for which it returns True shares
+        chunks_matter: :meth:`.LoadedModel.chunks_matter`; a prompt for which it returns True shares
             no prefix. By default, all prompts may share theirs.
         hits: how many prompts matched a cached prefix.
         misses: how many prompts did not.

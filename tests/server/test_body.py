@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxspec.server.app import Endpoints
-from mlxspec.server.auth import body_of
-from mlxspec.server.body import MOST_VALUES, ApiError, parse, read_body, read_json
+from mlxspec.server.body import MOST_VALUES, ApiError, body_of, parse, read_body, read_json
 from mlxspec.server.openai import ChatBody
 from tests.server.test_api_body import FULL_CHAT
 from tests.support.examples import examples

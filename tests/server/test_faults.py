@@ -26,8 +26,7 @@ from mlxspec.cli.serve import refusal_record, request_log
 from mlxspec.drafting.costs import LiveCosts
 from mlxspec.generation.request import State
 from mlxspec.server import app
-from mlxspec.server.auth import MOST_BYTES
-from mlxspec.server.body import ApiError
+from mlxspec.server.body import MOST_BYTES, ApiError
 from mlxspec.server.memory_budget import in_words
 from mlxspec.server.openai import CompletionAnswer
 from mlxspec.server.worker import ServedRequest
