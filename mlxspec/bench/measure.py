@@ -305,10 +305,10 @@ def measure(
         differences = {
             name: [
                 difference
-                for output in dict.fromkeys(one.tokens for one in own)
+                for output in dict.fromkeys(run.tokens for run in backend_runs)
                 if (difference := first_difference(model, tokens, expected, output, sampling))
             ]
-            for name, own in runs.items()
+            for name, backend_runs in runs.items()
         }
         return MeasuredPrompt(category, runs, differences)
 
@@ -340,7 +340,7 @@ def encoded(tokenizer: TokenizerWrapper, messages: Messages, raw: bool) -> list[
     If there is no template, or if ``raw``, the messages' texts are joined by blank lines.
     """
     if raw or not tokenizer.has_chat_template:
-        return encode_prompt(tokenizer, "\n\n".join(one["content"] for one in messages))
+        return encode_prompt(tokenizer, "\n\n".join(message["content"] for message in messages))
     return conversation_prompt(tokenizer, messages, {}).tokens(tokenizer)
 
 
@@ -464,12 +464,15 @@ def figures(prompts: Sequence[MeasuredPrompt], name: str) -> Report:
 def _ratios(prompt: MeasuredPrompt, name: str, base: str) -> list[float]:
     """The ratio of two backends' speeds in each repeat; a slow moment affects both alike."""
     pairs = zip(prompt.runs[name], prompt.runs[base], strict=True)
-    return [own.rate / other.rate for own, other in pairs]
+    return [run.rate / base_run.rate for run, base_run in pairs]
 
 
 def _ratio(prompts: Sequence[MeasuredPrompt], name: str, base: str) -> float | None:
-    compared = (prompt.differences.get(one) for prompt in prompts for one in (name, base))
-    if not all(found is not None and all(one.near_tie for one in found) for found in compared):
+    compared = (prompt.differences.get(backend) for prompt in prompts for backend in (name, base))
+    if not all(
+        differences is not None and all(difference.near_tie for difference in differences)
+        for differences in compared
+    ):
         return None
     return geometric_mean(median(_ratios(prompt, name, base)) for prompt in prompts)
 
@@ -488,14 +491,14 @@ def _spread(
         for members in categories
         for ratios in [[_ratios(prompt, name, PLAIN) for prompt in members]]
     ]
-    found = [speedup, *map(geometric_mean, zip(*by_category, strict=True))]
-    return min(found), max(found)
+    speedups = [speedup, *map(geometric_mean, zip(*by_category, strict=True))]
+    return min(speedups), max(speedups)
 
 
 def noise_warning(prompts: Sequence[MeasuredPrompt]) -> str | None:
     """One sentence on why the figures are noisy; None if they are not."""
     ratios = ([_ratios(prompt, name, PLAIN) for prompt in prompts] for name in prompts[0].runs)
-    spread = max(median((max(of) - min(of)) / median(of) for of in by_run) for by_run in ratios)
+    spread = max(median((max(row) - min(row)) / median(row) for row in by_run) for by_run in ratios)
     if spread <= _WIDE:
         return None
     return f"The figures are rough: a decoder's runs on the same prompt differ by {spread:.0%}."
@@ -503,11 +506,11 @@ def noise_warning(prompts: Sequence[MeasuredPrompt]) -> str | None:
 
 def _exactness(prompts: Sequence[MeasuredPrompt]) -> Report:
     by_backend = (item for prompt in prompts for item in prompt.differences.items())
-    found = [differences for name, differences in by_backend if name != PLAIN]
-    margins = (one.margin for differences in found for one in differences)
+    outputs = [differences for name, differences in by_backend if name != PLAIN]
+    margins = (difference.margin for differences in outputs for difference in differences)
     return {
-        "outputs": len(found),
-        "differ": sum(map(bool, found)),
+        "outputs": len(outputs),
+        "differ": sum(map(bool, outputs)),
         "largest_margin": max(filter(math.isfinite, margins), default=None),
     }
 
@@ -516,15 +519,18 @@ def _wrong(prompts: Sequence[MeasuredPrompt]) -> Iterator[str]:
     """A sentence for each difference that rounding does not explain."""
     for number, prompt in enumerate(prompts, start=1):
         for name, differences in prompt.differences.items():
-            for of in differences:
-                if of.near_tie:
+            for difference in differences:
+                if difference.near_tie:
                     continue
                 how = "one output ended before the other"
-                if math.isfinite(of.margin):
-                    how = f"the gap is {of.margin:.2g}, but rounding explains only {of.bound:.2g}"
+                if math.isfinite(difference.margin):
+                    how = (
+                        f"the gap is {difference.margin:.2g}, but rounding explains only "
+                        f"{difference.bound:.2g}"
+                    )
                 yield (
                     f"{name} differs from {PLAIN} decoding on prompt {number} "
-                    f"({prompt.category}) at token {of.index}: {how}"
+                    f"({prompt.category}) at token {difference.index}: {how}"
                 )
 
 
@@ -545,17 +551,17 @@ def exactness(report: Report) -> str:
 
 def verdict(report: Report) -> str:
     """A sentence that says which backend is fastest, if that is beyond the repeats' scatter."""
-    found = {name: of for name, of in report["decoders"].items() if of["speedup"] is not None}
-    if len(found) < 2:
+    decoders = {name: of for name, of in report["decoders"].items() if of["speedup"] is not None}
+    if len(decoders) < 2:
         return "No speed-up is given: no two decoders had the same output."
-    best = max(found, key=lambda name: float(found[name]["speedup"]))
-    speed = f"{found[best]['speedup']:.2f} times the speed of {PLAIN}"
+    best = max(decoders, key=lambda name: float(decoders[name]["speedup"]))
+    speed = f"{decoders[best]['speedup']:.2f} times the speed of {PLAIN}"
     if report["settings"]["repeats"] < 2:
         return f"{shown(best)} had {speed} in one repeat, which shows no scatter."
     equal = [
         shown(name)
-        for name, of in found.items()
-        if name != best and of["highest"] >= found[best]["lowest"]
+        for name, of in decoders.items()
+        if name != best and of["highest"] >= decoders[best]["lowest"]
     ]
     if equal:
         return (

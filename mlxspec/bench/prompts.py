@@ -141,7 +141,7 @@ def _prompt(record: dict[str, Any]) -> BenchPrompt:
         messages, _ = conversation_of(record)
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
-        if not any(one["content"] for one in messages):
+        if not any(message["content"] for message in messages):
             raise ValueError('"messages" contains no question')
         return BenchPrompt(category, tuple(messages))
     turns = record.get("turns", [record.get("prompt")])
@@ -263,7 +263,9 @@ def read_completions(paths: Iterable[Path], tokenizer: Any, limit: int) -> list[
     bos_id = eos_id if bos_id is None else bos_id
     encode = partial(tokenizer.encode, add_special_tokens=False)
     traces = limited((trace for path in paths for trace in read_traces(path)), limit)
-    completions = [one for trace in traces for one in render(trace, encode, bos_id, eos_id)]
+    completions = [
+        completion for trace in traces for completion in render(trace, encode, bos_id, eos_id)
+    ]
     if not completions:
         raise PromptError(
             f"the conversations that --limit {limit} chooses have no assistant message to replay: "

@@ -71,8 +71,8 @@ def replay(prompt: Sequence[int], output: Sequence[int], drafter: Drafter | Plan
         drafter: the drafter, which is called as in generation. Only after accepted rows does it
             learn the target's choice; after other rows the choice is unknown (-1).
     """
-    one = Completion("", [*prompt], len(prompt), [*output])
-    return replay_jointly([one], lambda output: drafter, _ANY_CURVE, 1)
+    completion = Completion("", [*prompt], len(prompt), [*output])
+    return replay_jointly([completion], lambda output: drafter, _ANY_CURVE, 1)
 
 
 def replay_jointly(
@@ -95,13 +95,13 @@ def replay_jointly(
         concurrency: how many outputs run at once, at least 1.
         on_progress: called each time an output ends.
     """
-    waiting, most = iter(completions), min(concurrency, len(completions))
+    waiting, limit = iter(completions), min(concurrency, len(completions))
     costs = cache(FixedCosts(curve).for_sequences)
     active: list[_Output] = []
     steps: list[Step] = []
     ahead = False  # whether the last step dispatched the next one
     while True:
-        for completion in itertools.islice(waiting, most - len(active)):
+        for completion in itertools.islice(waiting, limit - len(active)):
             drafter = new_drafter(completion.output)
             drafter.begin(completion.prompt)
             last = completion.context[completion.begin - 1]
@@ -110,11 +110,11 @@ def replay_jointly(
             break
         step, ahead = _step(active, ahead, costs(len(active)))
         steps.append(step)
-        ended = [one for one in active if one.done >= len(one.output)]
-        active = [one for one in active if one not in ended]
+        ended = [sequence for sequence in active if sequence.done >= len(sequence.output)]
+        active = [sequence for sequence in active if sequence not in ended]
         ahead = ahead and bool(active)
-        for one in ended:
-            one.drafter.end()
+        for sequence in ended:
+            sequence.drafter.end()
             on_progress()
     return Replayed(sum(len(completion.output) for completion in completions), tuple(steps))
 
@@ -138,25 +138,25 @@ class _Output:
 
 def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[Step, bool]:
     """Run a step of all outputs; also return whether it dispatches the next step."""
-    planners = [own for one in active if isinstance(own := one.drafter, Planner)]
+    planners = [drafter for sequence in active if isinstance(drafter := sequence.drafter, Planner)]
     if len(active) > 1 and planners:
         plans = plan_drafts(dict.fromkeys(planners, MAX_DEPTH), costs, sequences=len(active))
         for planner, plan in zip(planners, plans, strict=True):
             planner.joint_plan = plan
-    proposals = [one.drafter.propose(MAX_DEPTH) for one in active]
+    proposals = [sequence.drafter.propose(MAX_DEPTH) for sequence in active]
     # A plain step that was dispatched ahead runs first, whatever is proposed meanwhile.
-    trees = [DraftTree.chain(one.last) for one in active] if ahead else proposals
+    trees = [DraftTree.chain(sequence.last) for sequence in active] if ahead else proposals
     ahead = all(
-        len(proposal) == 1 and one.drafter.pipelined
-        for one, proposal in zip(active, proposals, strict=True)
+        len(proposal) == 1 and sequence.drafter.pipelined
+        for sequence, proposal in zip(active, proposals, strict=True)
     )
     rows = sum(map(len, trees))
     head = max((planner.head_time for planner in planners), default=0.0)  # the same for all
-    for one, tree in zip(active, trees, strict=True):
-        step = verify(tree, one.output[one.done : one.done + len(tree)], ahead)
-        one.done += len(step.tokens)
-        one.last = step.tokens[-1]
-        one.drafter.observe(replace(step, rows=rows, sequences=len(active)))
+    for sequence, tree in zip(active, trees, strict=True):
+        step = verify(tree, sequence.output[sequence.done : sequence.done + len(tree)], ahead)
+        sequence.done += len(step.tokens)
+        sequence.last = step.tokens[-1]
+        sequence.drafter.observe(replace(step, rows=rows, sequences=len(active)))
     return Step(rows, len(active), head), ahead
 
 
@@ -198,10 +198,10 @@ def replay_report(
         by_set.setdefault(name, []).append(completion)
     sets = {name: _figures(completions, curve) for name, completions in by_set.items()}
     return {
-        "speedup": geometric_mean(one["speedup"] for one in sets.values()),
-        "worst": min(one["speedup"] for one in sets.values()),
-        "share_slow": fmean(one["share_slow"] for one in sets.values()),
-        **_per_step([one for completions in by_set.values() for one in completions]),
+        "speedup": geometric_mean(figures["speedup"] for figures in sets.values()),
+        "worst": min(figures["speedup"] for figures in sets.values()),
+        "share_slow": fmean(figures["share_slow"] for figures in sets.values()),
+        **_per_step([completion for completions in by_set.values() for completion in completions]),
         "sets": sets,
     }
 
@@ -215,8 +215,8 @@ def _figures(completions: Sequence[Replayed], curve: Callable[[int], float]) -> 
     costs = [completion.cost(curve) for completion in completions]
     tokens = sum(completion.tokens for completion in completions)
     slow = (
-        one.tokens < 0.98 * cost and cost - one.tokens > 2
-        for one, cost in zip(completions, costs, strict=True)
+        completion.tokens < 0.98 * cost and cost - completion.tokens > 2
+        for completion, cost in zip(completions, costs, strict=True)
     )
     return {
         "completions": len(completions),
@@ -229,10 +229,10 @@ def _figures(completions: Sequence[Replayed], curve: Callable[[int], float]) -> 
 
 def _per_step(replayed: Sequence[Replayed]) -> Report:
     """The mean tokens and rows per step, over all steps."""
-    steps = sum(len(one.steps) for one in replayed)
+    steps = sum(len(completion.steps) for completion in replayed)
     return {
-        "tokens_per_step": sum(one.tokens for one in replayed) / steps,
-        "rows_per_step": sum(sum(one.rows) for one in replayed) / steps,
+        "tokens_per_step": sum(completion.tokens for completion in replayed) / steps,
+        "rows_per_step": sum(sum(completion.rows) for completion in replayed) / steps,
     }
 
 
@@ -254,11 +254,11 @@ def joint_report(
         and ``completions`` are the totals; ``tokens_per_step``, ``rows_per_step`` and
         ``sequences_per_step`` are means over the joint steps.
     """
-    speedup, batching = (one.tokens / one.cost(curve) for one in (joint, plain))
+    speedup, batching = (run.tokens / run.cost(curve) for run in (joint, plain))
     return {
         "speedup": speedup,
         "plain_batching": batching,
-        "one_at_a_time": joint.tokens / sum(one.cost(curve) for one in alone),
+        "one_at_a_time": joint.tokens / sum(output.cost(curve) for output in alone),
         "over_plain_batching": speedup / batching,
         "tokens": joint.tokens,
         "completions": len(alone),
@@ -319,10 +319,10 @@ def compare(
 
     def compared(policy: ReplayPolicy, curve: CostCurve) -> Report:
         new = policy(curve, classes)
-        alone = [replay_jointly([one], new, curve, 1, count) for one in completions]
+        alone = [replay_jointly([completion], new, curve, 1, count) for completion in completions]
         if plain:
             return joint_report(together(policy(curve, classes), curve), plain, alone, curve)
-        sets = (one.category for one in completions)
+        sets = (completion.category for completion in completions)
         return replay_report(zip(sets, alone, strict=True), curve)
 
     plain = together(lambda output: NoDraft(), _ANY_CURVE) if several else None
