@@ -91,9 +91,9 @@ class BenchOptions:
 
 @command("bench", short_help="Compare decoders on MODEL: speed and outputs.")
 @model_argument()
-@options_of(BenchOptions, "asked")
+@options_of(BenchOptions, "options")
 @options_of(ReportOptions, "shows", "Output")
-def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) -> None:
+def bench_command(model: str | None, options: BenchOptions, shows: ReportOptions) -> None:
     """Measure plain decoding, mlx-lm and the drafting decoders on MODEL.
 
     They take turns on the same prompts in one process. Outputs are compared token by token. If a
@@ -115,19 +115,19 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
     from ..drafting.drafter import load_drafter
 
     # Check what can be checked without a model before a model is loaded or downloaded.
-    backends = {PLAIN: BACKENDS[PLAIN], **chosen(asked.decoders, BACKENDS)}
-    if asked.temp > 0:
+    backends = {PLAIN: BACKENDS[PLAIN], **chosen(options.decoders, BACKENDS)}
+    if options.temp > 0:
         backends.pop(MLX_LM, None)  # mlx-lm's random numbers differ from mlxspec's
-    if asked.drafter is not None:
-        backends |= backends_with(load_drafter(asked.drafter))
-    check_one(head=asked.head, no_head=asked.no_head)
-    if asked.head is not None and AUTO not in backends:
+    if options.drafter is not None:
+        backends |= backends_with(load_drafter(options.drafter))
+    check_one(head=options.head, no_head=options.no_head)
+    if options.head is not None and AUTO not in backends:
         raise OptionError("--head is for --decoder auto: add auto to --decoder")
-    sampling = SamplingParams(temp=asked.temp, seed=asked.seed)
-    prompts = [prompt for file in asked.prompts for prompt in read_prompts(file)]
-    questions = limited(prompts or bundled_prompts(), asked.limit)
+    sampling = SamplingParams(temp=options.temp, seed=options.seed)
+    prompts = [prompt for file in options.prompts for prompt in read_prompts(file)]
+    questions = limited(prompts or bundled_prompts(), options.limit)
     note_if_demo(model)
-    report = _report(model_or_default(model), asked, backends, questions, sampling)
+    report = _report(model_or_default(model), options, backends, questions, sampling)
     shows.show_tables(report, bench_tables(report))
     for line in report["wrong"]:
         click.echo(f"Error: {one_line(line)}", err=True)
@@ -139,7 +139,7 @@ def bench_command(model: str | None, asked: BenchOptions, shows: ReportOptions) 
 
 def _report(
     model: str,
-    asked: BenchOptions,
+    options: BenchOptions,
     backends: dict[str, MakeStream],
     questions: list[BenchPrompt],
     sampling: SamplingParams,
@@ -150,9 +150,9 @@ def _report(
     from ..generation.drafter_factories import Auto
     from ..models.heads.loading import load_with_head
 
-    wanted = False if asked.no_head or AUTO not in backends else asked.head
+    wanted = False if options.no_head or AUTO not in backends else options.head
     with waiting_bar("Loading"):
-        loaded, tokenizer, head = load_with_head(model, wanted, asked.adapter_path)
+        loaded, tokenizer, head = load_with_head(model, wanted, options.adapter_path)
     if head is not None and attach_head(head, loaded) is None:
         head = None
     about = model_facts(loaded, model, head)
@@ -161,7 +161,7 @@ def _report(
         backends = backends | with_head
     measured: list[MeasuredPrompt] = []
     turns = sum(1 + len(prompt.follow_ups) for prompt in questions)
-    answers = (1 + turns * asked.repeats) * len(backends)  # one of each backend warms up
+    answers = (1 + turns * options.repeats) * len(backends)  # one of each backend warms up
     done, interrupted = itertools.count(1), False
     figures = MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn()
     with ProgressBar("Answers", *figures, noted=f"measuring {answers:,} answers") as on_progress:
@@ -172,8 +172,8 @@ def _report(
                 tokenizer,
                 backends,
                 questions,
-                max_tokens=asked.max_tokens,
-                repeats=asked.repeats,
+                max_tokens=options.max_tokens,
+                repeats=options.repeats,
                 sampling=sampling,
                 on_answer=lambda: on_progress(next(done), answers),
             ):
@@ -188,13 +188,13 @@ def _report(
         "prompts": len(measured),
         "prompts_too_long": 0 if interrupted else turns - len(measured),
         "interrupted": interrupted,
-        "max_tokens": asked.max_tokens,
+        "max_tokens": options.max_tokens,
         "repeats": min(len(runs) for runs in measured[0].runs.values()),
-        "temperature": asked.temp,
-        "seed": asked.seed,
+        "temperature": options.temp,
+        "seed": options.seed,
     }
-    if asked.adapter_path is not None:
-        about["name"] += f" with adapters {Path(asked.adapter_path).resolve().name}"
+    if options.adapter_path is not None:
+        about["name"] += f" with adapters {Path(options.adapter_path).resolve().name}"
     facts = {"model": about, "machine": machine_facts(), "settings": settings}
     return bench_report(measured, facts)
 

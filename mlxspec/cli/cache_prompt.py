@@ -134,13 +134,13 @@ class CachedPrompt:
         self._tokens = tokens_in(metadata, self._cache)
         self._weights = metadata.get(_WEIGHTS)
         self._otherwise = "was made with other weights: make it again with 'mlxspec cache-prompt'"
-        for key, asked in (("model", model), (ADAPTERS_OF_FILE, adapter_path or "")):
-            own = metadata.get(key, asked)
-            if asked == own or _place(asked) == _place(own):
+        for key, given in (("model", model), (ADAPTERS_OF_FILE, adapter_path or "")):
+            recorded = metadata.get(key, given)
+            if given == recorded or _place(given) == _place(recorded):
                 continue
-            made = one_line(own[:_LONGEST_NAME]) or "none"
+            made = one_line(recorded[:_LONGEST_NAME]) or "none"
             self._otherwise = f"was made with --{key.replace('_', '-')} {made}: give the same here"
-            may_be_a_copy = asked and own and os.path.exists(_place(asked))
+            may_be_a_copy = given and recorded and os.path.exists(_place(given))
             if not (self._weights and may_be_a_copy):
                 raise FileError(f"{file} {self._otherwise}")
 

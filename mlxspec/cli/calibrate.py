@@ -69,9 +69,9 @@ class CalibrateOptions:
 
 @command("calibrate", short_help="Measure the cost of MODEL's steps by their rows.")
 @model_argument()
-@options_of(CalibrateOptions, "asked", "Measurement")
+@options_of(CalibrateOptions, "options", "Measurement")
 @options_of(ReportOptions, "shows", "Output")
-def calibrate_command(model: str | None, asked: CalibrateOptions, shows: ReportOptions) -> None:
+def calibrate_command(model: str | None, options: CalibrateOptions, shows: ReportOptions) -> None:
     """Measure how long MODEL's steps take with different numbers of rows, and keep the times.
 
     \b
@@ -91,13 +91,13 @@ def calibrate_command(model: str | None, asked: CalibrateOptions, shows: ReportO
     and the exit status is 1. The times are kept in your cache directory, or in the directory that
     MLXSPEC_CACHE_DIR names.
     """
-    several = asked.sequences > 1
-    check_one(head=asked.head, no_head=asked.no_head, show=asked.show, sequences=several)
-    if asked.show:
-        report: Report = {"curves": _known(model, asked)}
+    several = options.sequences > 1
+    check_one(head=options.head, no_head=options.no_head, show=options.show, sequences=several)
+    if options.show:
+        report: Report = {"curves": _known(model, options)}
     else:
         note_if_demo(model)
-        report = _measured(model_or_default(model), asked)
+        report = _measured(model_or_default(model), options)
     shows.show_tables(report, _tables(report))
 
 
@@ -135,7 +135,7 @@ def _curve(file: CostFile, context: int, known: Calibration) -> Report:
     }
 
 
-def _measured(name: str, asked: CalibrateOptions) -> Report:
+def _measured(name: str, options: CalibrateOptions) -> Report:
     """Load a model, measure it carefully, and keep the times.
 
     Returns:
@@ -146,9 +146,9 @@ def _measured(name: str, asked: CalibrateOptions) -> Report:
     from ..models.heads.loading import load_with_head
     from ..models.model_files import given_name
 
-    wanted = False if asked.no_head or asked.sequences > 1 else asked.head
-    model, _, its_head = load_with_head(name, wanted, asked.adapter_path)
-    first, *longer = measured_curves(model, given_name(name), asked.contexts, asked.sequences)
+    wanted = False if options.no_head or options.sequences > 1 else options.head
+    model, _, its_head = load_with_head(name, wanted, options.adapter_path)
+    first, *longer = measured_curves(model, given_name(name), options.contexts, options.sequences)
     report = {**first, "longer_contexts": longer, "head": None}
     if its_head and (trained := attach_head(its_head, model)):
         drafts = [(n, trained.experience.seconds(n)) for n in range(1, trained.head.most + 1)]
@@ -175,16 +175,16 @@ def measured_curves(
     from ..engine.loaded_model import LoadedModel
     from ..engine.patches import split_attention
 
-    for asked in contexts:
-        calibration.check_context(model, CAREFUL, asked)
+    for context in contexts:
+        calibration.check_context(model, CAREFUL, context)
     file, loaded = calibration.cost_file(model), LoadedModel(model)
     # Shared steps are measured with the split of attention that generation uses.
     split_attention(loaded, calibration.split_length(file.read()))
-    found = {}
+    calibrations = {}
     for context in sorted(set(contexts)) or calibration.measured_contexts(loaded, sequences):
         noted = f"measuring step times at a context of {context:,} tokens"
         with ProgressBar("Measuring step times", noted=noted) as measuring:
-            found[context] = calibration.calibrate(
+            calibrations[context] = calibration.calibrate(
                 loaded,
                 CAREFUL,
                 context=context,
@@ -192,17 +192,17 @@ def measured_curves(
                 name=name,
                 on_progress=measuring,
             )
-        if problem := noise(found[context].times):
+        if problem := noise(calibrations[context].times):
             raise MlxspecError(
                 f"{name}: {problem}; the new times are not stored, earlier ones stay: close other "
                 "programs and measure again"
             )
     file = file.of_sequences(sequences)
-    file.update(found)
-    return [_curve(file, context, known) for context, known in found.items()]
+    file.update(calibrations)
+    return [_curve(file, context, known) for context, known in calibrations.items()]
 
 
-def _known(name: str | None, asked: CalibrateOptions) -> list[Report]:
+def _known(name: str | None, options: CalibrateOptions) -> list[Report]:
     """The curves in the cache, of one model or of all."""
     from ..drafting.cost_file import cost_files
     from ..engine.machine import model_identity
@@ -210,13 +210,14 @@ def _known(name: str | None, asked: CalibrateOptions) -> list[Report]:
 
     digest = None
     if name is not None:
-        digest = model_identity(load(name, adapter_path=asked.adapter_path, lazy=True)[0])["digest"]
+        model, _ = load(name, adapter_path=options.adapter_path, lazy=True)
+        digest = model_identity(model)["digest"]
     return [
         _curve(file, context, known)
         for file in cost_files()
         if digest in (None, file.model["digest"])
         for context, known in sorted(file.read().items())
-        if not asked.contexts or context in asked.contexts
+        if not options.contexts or context in options.contexts
     ]
 
 

@@ -166,11 +166,11 @@ def connect_command(
         return
     title, _ = CLIENTS[client]
     check_one(server=server, port=port)
-    asked = ApiClient(server or f"{_SERVER}:{port or _PORT}")
-    models = asked.models(model)
+    api_client = ApiClient(server or f"{_SERVER}:{port or _PORT}")
+    models = api_client.models(model)
     if context_length:
         models = dict.fromkeys(models, context_length)
-    setup = _setup(client, asked.address, models)
+    setup = _setup(client, api_client.address, models)
     if not (write or yes):
         _show(console, setup)
     elif setup["files"]:

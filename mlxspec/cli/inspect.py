@@ -69,22 +69,22 @@ def inspect_command(model: str | None, adapter_path: str | None, anew: bool, as_
         from ..models.model import load
 
         if not is_head:
-            own = own_head(directory)
+            head = own_head(directory)
             examined, _ = load(model, adapter_path=adapter_path)
         else:
-            own = find_head(head_directory(model))
-            examined = load_lazily(own)
-            target = {"families": list(own.kind.families), **sizes_needed(own.config)}
+            head = find_head(head_directory(model))
+            examined = load_lazily(head)
+            target = {"families": list(head.kind.families), **sizes_needed(head.config)}
             report: dict[str, Any] = {"most": examined.most, "target": target}
     if not is_head:
         report = _model_report(examined, anew)
     identity = model_identity(examined)
     # The bits per weight are those in memory: on the CPU, half precision becomes float32.
     report |= {key: identity[key] for key in ("type", "parameters", "bits_per_weight")}
-    report["head"] = own and {
-        "kind": own.kind.title,
-        "files": [path.relative_to(directory).as_posix() for path in own.files],
-        "bytes": sum(tensor.nbytes for tensor in own.tensors().values()),
+    report["head"] = head and {
+        "kind": head.kind.title,
+        "files": [path.relative_to(directory).as_posix() for path in head.files],
+        "bytes": sum(tensor.nbytes for tensor in head.tensors().values()),
     }
     if as_json:
         write_json(report, indent=2)

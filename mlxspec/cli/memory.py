@@ -74,7 +74,7 @@ class Memories(ExitStack):
 
         if not self._settings.keeps_some:  # identifying a tokenizer takes a tenth of a second
             return None
-        identity, most = identify(tokenizer), self._settings.max_tokens
+        identity, max_tokens = identify(tokenizer), self._settings.max_tokens
         if not self._settings.keeps(identity):
             return None
         if identity.fingerprint not in self._memories:
@@ -83,7 +83,7 @@ class Memories(ExitStack):
             except FileError as error:
                 note(f"{error}; answers are remembered only until this command ends")
                 return None
-            memory = AnswerIndex(most, kept=kept)
+            memory = AnswerIndex(max_tokens, kept=kept)
             self._memories[identity.fingerprint] = memory
             self.push(lambda kind, *_: memory.close(patience=0 if kind else None))
         return self._memories[identity.fingerprint]
@@ -201,11 +201,11 @@ def add_command(paths: tuple[str, ...], model: str) -> None:
     names = [*map(os.path.abspath, paths)]
     named_files = [(name, file) for name in names for file in find_files([name])]
     tokenizer, settings, counts = _tokenizer_of(model), settings_in_force(), Counter[str]()
-    identity, named = identify(tokenizer), dict[str, list[bytes]]()
+    identity, texts_by_name = identify(tokenizer), dict[str, list[bytes]]()
     with ProgressBar("Reading") as bar:
         for number, (name, file) in enumerate(named_files):
             bar(number, len(named_files))
-            texts = named.setdefault(name, [])
+            texts = texts_by_name.setdefault(name, [])
             for text in read_texts([file], counts):
                 tokens = tokenizer.encode(text, add_special_tokens=False)
                 texts += encode_texts(tokens, identity.vocab_size)
@@ -216,12 +216,12 @@ def add_command(paths: tuple[str, ...], model: str) -> None:
         if number:
             note(f"{counted(number, thing)} skipped: {reason}")
     for name in names:
-        if not named.get(name):
+        if not texts_by_name.get(name):
             raise FileError(f"{name}: nothing to add; name files with text")
     kept = KeptAnswers(memory_directory(), identity, absolute_name(model))
-    kept.add_texts(named)
+    kept.add_texts(texts_by_name)
     AnswerIndex(settings.max_tokens, kept=kept).close()  # indexes them
-    n_tokens = sum(len(text) // TOKEN_BYTES for texts in named.values() for text in texts)
+    n_tokens = sum(len(text) // TOKEN_BYTES for texts in texts_by_name.values() for text in texts)
     of, seconds = counted(counts["files"], "file"), time.perf_counter() - started
     say(f"Added {counted(n_tokens, 'token')} of {of} in {seconds:.1f} s.")
     if not settings.keeps(identity):
@@ -240,7 +240,8 @@ def show_command(model: str | None, as_json: bool) -> None:
     from ..corpus.answers import memory_directory, settings_in_force
     from ..drafting.experience import experience_directory, experience_files
 
-    settings, kept, taught = settings_in_force(), _kept(_tokenizer_of(model)), experience_files()
+    settings, all_kept = settings_in_force(), _kept(_tokenizer_of(model))
+    taught = experience_files()
     report: dict[str, Any] = {
         "on": settings.everything,
         "max_tokens": settings.max_tokens,
@@ -248,13 +249,13 @@ def show_command(model: str | None, as_json: bool) -> None:
         "experience": {"models": len(taught), "directory": str(experience_directory())},
         "tokenizers": [
             {
-                "tokenizer": str(one.identity),
-                "model": one.model,
-                "on": settings.keeps(one.identity),
-                **one.count(),
-                "earned": one.earned_by_day(),
+                "tokenizer": str(kept.identity),
+                "model": kept.model,
+                "on": settings.keeps(kept.identity),
+                **kept.count(),
+                "earned": kept.earned_by_day(),
             }
-            for one in kept
+            for kept in all_kept
         ],
     }
     if as_json:
@@ -277,8 +278,8 @@ def show_command(model: str | None, as_json: bool) -> None:
             ("holds", f"{answers}, {tokens}, {decimal(held['bytes'])}"),
             *((name, _at(held[name])) for name in ("oldest", "newest") if held[name] is not None),
             *(
-                ("added", f"{path}, {counted(one['tokens'], 'token')}")
-                for path, one in held["added"].items()
+                ("added", f"{path}, {counted(figures['tokens'], 'token')}")
+                for path, figures in held["added"].items()
             ),
             ("earned", _earned(held["earned"])),
         )
@@ -325,7 +326,7 @@ def forget_command(
     for name in names:
         if name not in added:
             raise OptionError(f"{name}: was not added; mlxspec memory show lists what was")
-    found: list[tuple[KeptAnswers, dict[int, str | None]]] = []
+    to_forget: list[tuple[KeptAnswers, dict[int, str | None]]] = []
     for kept in all_kept:
         chosen = [
             (row, tokens, ended, name)
@@ -334,28 +335,28 @@ def forget_command(
         ]
         if matching is not None:
             decode, text = _decoder(kept, tokenizer), matching.casefold()
-            chosen = [one for one in chosen if text in decode(one[1]).casefold()]
+            chosen = [item for item in chosen if text in decode(item[1]).casefold()]
         if chosen:
             times = [ended for _, _, ended, _ in chosen]
             between = f"{_at(min(times))} to {_at(max(times))}"
             rows = {row: name for row, _, _, name in chosen}
             say(f"{kept.identity}: {_number(rows)}, {between}")
-            found.append((kept, rows))
-    if found and not yes:
+            to_forget.append((kept, rows))
+    if to_forget and not yes:
         confirm("forget", "Forget them?", "Nothing was forgotten.")
-    for kept, rows in found:
+    for kept, rows in to_forget:
         kept.forget(rows)
     taught = experience_files() if everything and model is None else []
     for path in taught:
         path.unlink(missing_ok=True)
     if taught:
         say(f"Forgot which drafts were right for {counted(len(taught), 'model')}.")
-    say(f"Forgot {_number(*(rows for _, rows in found))}.")
+    say(f"Forgot {_number(*(rows for _, rows in to_forget))}.")
 
 
-def _number(*found: dict[int, str | None]) -> str:
+def _number(*kept_rows: dict[int, str | None]) -> str:
     """The numbers of answers and of added texts among rows with these names."""
-    names = [name for rows in found for name in rows.values()]
+    names = [name for rows in kept_rows for name in rows.values()]
     answers = names.count(None)
     both = (answers, "answer"), (len(names) - answers, "added text")
     return " and ".join(counted(number, thing) for number, thing in both if number) or "nothing"
@@ -370,12 +371,12 @@ def export_command(model: str | None) -> None:
     Written to a file *.jsonl, it can be read by 'mlxspec memory add' and 'mlxspec replay'.
     """
     tokenizer = _tokenizer_of(model)
-    kept = [one for one in _kept(tokenizer) if one.count()["texts"]]
-    if not kept:
+    all_kept = [kept for kept in _kept(tokenizer) if kept.count()["texts"]]
+    if not all_kept:
         raise OptionError("no answers are kept: to keep them from now on, run mlxspec memory on")
-    decoders = [_decoder(one, tokenizer) for one in kept]  # load all before the first line
-    for one, decode in zip(kept, decoders, strict=True):
-        for _, tokens, ended, name in sorted(one.read(), key=itemgetter(2)):
+    decoders = [_decoder(kept, tokenizer) for kept in all_kept]  # load all before the first line
+    for kept, decode in zip(all_kept, decoders, strict=True):
+        for _, tokens, ended, name in sorted(kept.read(), key=itemgetter(2)):
             if name is None:
                 message = {"role": "assistant", "content": decode(tokens)}
                 write_json({"messages": [message], "created": ended})
@@ -386,8 +387,8 @@ def _kept(tokenizer: Any) -> list[KeptAnswers]:
     from ..corpus.answers import identify, kept_answers, memory_directory
 
     wanted = identify(tokenizer).fingerprint if tokenizer else None
-    found = kept_answers(memory_directory())
-    return [one for one in found if wanted in (None, one.identity.fingerprint)]
+    all_kept = kept_answers(memory_directory())
+    return [kept for kept in all_kept if wanted in (None, kept.identity.fingerprint)]
 
 
 def _tokenizer_of(model: str | None) -> Any:

@@ -70,39 +70,39 @@ def _found(memory: int, default: str) -> Iterator[dict[str, Any]]:
         }
 
 
-def _directories(named: list[str]) -> dict[str, Path]:
+def _directories(names: list[str]) -> dict[str, Path]:
     """The directories of the models on this machine, by the models' names.
 
     Args:
-        named: names of models that the user has given. Those that are directories are included.
+        names: names of models that the user has given. Those that are directories are included.
     """
     from ..models.on_machine import cached_repositories, lm_studio_folder, models_in
 
-    found = dict(cached_repositories())
-    found[DEMO] = DEMO_DIRECTORY
+    directories = dict(cached_repositories())
+    directories[DEMO] = DEMO_DIRECTORY
     of_lm_studio = [str(path) for _, path in models_in(lm_studio_folder())]
-    for name in [*named, DIRECTORY, *of_lm_studio]:
+    for name in [*names, DIRECTORY, *of_lm_studio]:
         directory = local_path(name)
-        known = {path.resolve() for path in found.values()}
-        if name not in found and directory.is_dir() and directory.resolve() not in known:
-            found[name] = directory
-    return found
+        known = {path.resolve() for path in directories.values()}
+        if name not in directories and directory.is_dir() and directory.resolve() not in known:
+            directories[name] = directory
+    return directories
 
 
 def _tables(models: list[dict[str, Any]], memory: int, default: str) -> Iterator[RenderableType]:
     table = folding_table("model", "weights", "memory", "fits")
-    usable = [one for one in models if one["usable"]]
-    for one in usable:
-        weights, takes = one_line(one["weights"] or ""), decimal(one["memory_bytes"] or 0)
-        table.add_row(one_line(one["name"]), weights, takes, "yes" if one["fits"] else "no")
+    usable = [model for model in models if model["usable"]]
+    for model in usable:
+        weights, takes = one_line(model["weights"] or ""), decimal(model["memory_bytes"] or 0)
+        table.add_row(one_line(model["name"]), weights, takes, "yes" if model["fits"] else "no")
     yield table
     yield f"MLX may use {decimal(memory)} here; the default model is {one_line(default)}"
-    for one in models:
-        yield from (one_line(f"{alias} stands for {one['name']}") for alias in one["aliases"])
-        if not one["usable"]:
-            size = decimal(one["bytes"])
-            yield one_line(f"{one['name']}, {size}, cannot be run: {one['reason']}")
-    if [one["name"] for one in usable] == [DEMO]:
+    for model in models:
+        yield from (one_line(f"{alias} stands for {model['name']}") for alias in model["aliases"])
+        if not model["usable"]:
+            size = decimal(model["bytes"])
+            yield one_line(f"{model['name']}, {size}, cannot be run: {model['reason']}")
+    if [model["name"] for model in usable] == [DEMO]:
         yield (
             "\nA model from the Hugging Face Hub is downloaded when you first use it: "
             f"mlxspec chat {SMALL_MODEL}"

@@ -66,7 +66,7 @@ def answer_prompts(
         MlxspecError, OSError: an option, the file, one of its prompts or the model is invalid.
     """
     # Check what can be checked without a model before a model is loaded or downloaded.
-    others = prompt.named()
+    others = prompt.names()
     if prompt_cache_file is not None:
         others.append("--prompt-cache-file")
     if others:
@@ -110,7 +110,7 @@ def read_line(value: Any) -> dict[str, Any]:
     record = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(record, dict):
         raise PromptError(f"not JSON with a prompt: {_FORM}")
-    given = {key: one for key, one in record.items() if one is not None}
+    given = {key: field for key, field in record.items() if field is not None}
     if unknown := sorted(given.keys() - _OPTIONS - {"id", "prompt", "messages"}):
         raise PromptError(f'"{printable(unknown[0])}": leave it out, or keep it in "id"')
     prompt = given.get("prompt", "")
@@ -205,12 +205,12 @@ class PromptAnswers:
 
     def _request(self, value: Any, names: dict[str, Any], number: int) -> Request:
         """The request for a line."""
-        asked = read_line(value)
-        source = asked.get("prompt") or asked["messages"]
+        line = read_line(value)
+        source = line.get("prompt") or line["messages"]
         tokens, chat = self.prompt.encoded(source, self.decoder.tokenizer)
-        options = {name: asked[name] for name in _OPTIONS & asked.keys()}
-        most = checked_max_tokens(options.pop("max_tokens", self.generation.max_tokens))
-        request, as_shown = replace(self.generation, max_tokens=most).request(
+        options = {name: line[name] for name in _OPTIONS & line.keys()}
+        max_tokens = checked_max_tokens(options.pop("max_tokens", self.generation.max_tokens))
+        request, as_shown = replace(self.generation, max_tokens=max_tokens).request(
             self.decoder, tokens, chat=chat, **options
         )
         result = GenerationResult(logprobs=None if self.logprobs is None else [])

@@ -99,9 +99,9 @@ class ReplayOptions:
     required=True,
     type=FILE,
 )
-@options_of(ReplayOptions, "asked", "Work and machine")
+@options_of(ReplayOptions, "options", "Work and machine")
 @options_of(ReportOptions, "shows", "Output")
-def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: ReportOptions) -> None:
+def replay_command(traces: tuple[Path, ...], options: ReplayOptions, shows: ReportOptions) -> None:
     """Show what each decoder would gain on recorded outputs.
 
     The real drafters and the real planner decode the outputs again, without a model. The time of a
@@ -123,12 +123,12 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
     from ..bench.replay import compare
     from ..models.tokenizer import VocabularyClasses, load_tokenizer_of
 
-    policies = _policies(asked)
-    chips = _chips(asked.chips, asked.curve)
-    tokenizer = load_tokenizer_of(asked.tokenizer)
-    completions = read_completions(traces, tokenizer, asked.limit)
+    policies = _policies(options)
+    chips = _chips(options.chips, options.curve)
+    tokenizer = load_tokenizer_of(options.tokenizer)
+    completions = read_completions(traces, tokenizer, options.limit)
     curves = {name: chip.curve for name, chip in chips.items()}
-    classes, n = VocabularyClasses(tokenizer), asked.concurrency
+    classes, n = VocabularyClasses(tokenizer), options.concurrency
     noted = f"replaying {counted(len(completions), 'output')}"
     with ProgressBar("Replaying", noted=noted) as on_progress:
         comparison = compare(completions, classes, policies, curves, n, on_progress)
@@ -137,21 +137,21 @@ def replay_command(traces: tuple[Path, ...], asked: ReplayOptions, shows: Report
         for chip, reports in comparison.items()
         for name, report in reports.items()
     ]
-    tables = _tables(comparison, chips, asked.concurrency)
+    tables = _tables(comparison, chips, options.concurrency)
     shows.show_tables({**entries[0], "comparison": entries}, tables)
 
 
-def _policies(asked: ReplayOptions) -> dict[str, ReplayPolicy]:
+def _policies(options: ReplayOptions) -> dict[str, ReplayPolicy]:
     """The policies of the requested decoders, drafter and memories."""
     from ..bench.policies import POLICIES, policies_with, policies_with_memory
     from ..bench.prompts import chosen
     from ..drafting.drafter import load_drafter
 
-    policies = chosen(asked.decoders, POLICIES)
-    if asked.drafter is not None:
-        policies |= policies_with(load_drafter(asked.drafter))
-    if asked.remember is not None:
-        policies |= policies_with_memory(asked.remember)
+    policies = chosen(options.decoders, POLICIES)
+    if options.drafter is not None:
+        policies |= policies_with(load_drafter(options.drafter))
+    if options.remember is not None:
+        policies |= policies_with_memory(options.remember)
     return policies
 
 

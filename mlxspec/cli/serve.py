@@ -75,10 +75,10 @@ _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 def _size(text: str) -> int:
     """Parse a number of bytes: 8G, 512M, 1.5 GiB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if not match:
         raise click.BadParameter(f"{text!r} is not a size: write it as 512M or 8G")
-    return int(float(found[1]) * 1024 ** " kmgt".index(found[2] or " "))
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
 
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._~-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
@@ -97,10 +97,10 @@ def _origin(text: str) -> str:
 
 def _duration(text: str) -> float:
     """Parse a number of seconds: 30s, 10m, 2h; a negative number means for ever."""
-    found = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
-    if not found:
+    match = re.fullmatch(r"(-?\d+(?:\.\d+)?)\s*([smhd]?)", text.strip().lower())
+    if not match:
         raise click.BadParameter(f"{text!r} is not a time: write it as 30s, 10m or 2h, or -1")
-    seconds = float(found[1]) * _SECONDS[found[2]]
+    seconds = float(match[1]) * _SECONDS[match[2]]
     return seconds if seconds >= 0 else math.inf
 
 
@@ -229,7 +229,7 @@ def serve_command(
     seconds to end; press Ctrl-C again to end them at once.
     """
     adapters = options.adapter_path
-    named = GenerationSettings(
+    generation = GenerationSettings(
         None, options.max_tokens, drafting, SamplingParams(), caches, adapter_path=adapters
     )
     with leading() as leader:
@@ -247,7 +247,7 @@ def serve_command(
         keys = _keys(options.api_key_file, os.environ.get(API_KEY, ""))
         hosts = _hosts(options.host, options.allowed_hosts, keys)
         names = models or (() if options.available else (None,))
-        loader = _Loader(names, named, options, chat_template_config or {}, keys, leader)
+        loader = _Loader(names, generation, options, chat_template_config or {}, keys, leader)
         _run(loader, hosts, error_console(color))
 
 
@@ -374,7 +374,7 @@ class _Loader:
 
     Attributes:
         names: the models to load at the start; None stands for the default model.
-        named: the options for the models loaded at the start.
+        generation: the options for the models loaded at the start.
         options: the server's options.
         template: default arguments of the chat template.
         keys: the valid API keys; with several, each has its own memory of answers.
@@ -384,7 +384,7 @@ class _Loader:
     """
 
     names: Sequence[str | None]
-    named: GenerationSettings
+    generation: GenerationSettings
     options: ServeOptions
     template: Mapping[str, Any]
     keys: Sequence[str]
@@ -392,7 +392,9 @@ class _Loader:
 
     def __post_init__(self) -> None:
         # With several keys, drafts from kept answers could show users what others have written.
-        self.memories = Memories(not self.named.drafting.no_saved_answers and len(self.keys) < 2)
+        self.memories = Memories(
+            not self.generation.drafting.no_saved_answers and len(self.keys) < 2
+        )
         self.paths = [*dict.fromkeys(map(model_or_default, self.names))]
         self._left_out: set[Path] = set()
 
@@ -478,14 +480,14 @@ class _Loader:
         from ..server.served_model import ServedModel
 
         is_named = entry.path in self.paths
-        settings = self.named.for_model(entry.path, is_named)
+        settings = self.generation.for_model(entry.path, is_named)
         decoder = settings.load(None, self.memories, self.leader, on_read)
         _ = decoder.loaded.capability  # if this takes forwards, other models can answer meanwhile
         on_read(0)  # the server may be shutting down
         served = ServedModel(entry.name, decoder, settings.caches, self.template)
         if place := self._place(entry):
-            most = self.server_memory.most_idle(served.memory.weights) // max(1, len(self.paths))
-            served.cache.load(place, most)
+            max_bytes = self.server_memory.most_idle(served.memory.weights)
+            served.cache.load(place, max_bytes // max(1, len(self.paths)))
         return served
 
     def save(self, entry: Entry) -> None:

@@ -92,7 +92,7 @@ def load_aliases() -> dict[str, str]:
         FileError: as for :func:`load_config`.
     """
     entries = load_config().items()
-    return {name.removeprefix(ALIAS_PREFIX): one for name, one in entries if name not in KEYS}
+    return {name.removeprefix(ALIAS_PREFIX): model for name, model in entries if name not in KEYS}
 
 
 def resolved(name: str) -> str:
@@ -256,16 +256,16 @@ def _merge(document: Any, settings: Settings) -> None:
             document.pop(name, None)
         elif isinstance(value, dict):
             _merge(document.setdefault(name, {}), value)
-        elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
             entries = document.setdefault(name, [])
             if not isinstance(entries, list):
                 raise ValueError(f"{name} must be a list")
             for entry in value:
-                named = (one for one in entries if isinstance(one, dict))
-                same = next((one for one in named if one.get("name") == entry["name"]), None)
-                if same is None:
-                    entries.append(same := {})
-                _merge(same, entry)
+                dicts = (item for item in entries if isinstance(item, dict))
+                match = next((item for item in dicts if item.get("name") == entry["name"]), None)
+                if match is None:
+                    entries.append(match := {})
+                _merge(match, entry)
         elif document.get(name) != value:
             document[name] = value
 
@@ -341,8 +341,10 @@ def _edits(text: str, node: Node, document: Settings, settings: Settings) -> lis
             edits.append((first, _next_line(text, old), ""))
         elif isinstance(value, dict):
             edits += _edits(text, old, document[name], value)
-        elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
-            names = [one.get("name") if isinstance(one, dict) else None for one in document[name]]
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            names = [
+                item.get("name") if isinstance(item, dict) else None for item in document[name]
+            ]
             new: list[Settings] = []
             for entry in value:
                 if entry["name"] in names:

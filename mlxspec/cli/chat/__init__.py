@@ -98,7 +98,7 @@ def chat_command(
         model: LocalModel | RemoteModel
         if server is None:
             model = LocalModel(
-                generation, lambda one: one.load(console, memories, leader), template
+                generation, lambda settings: settings.load(console, memories, leader), template
             )
             note_if_demo(generation.model)
             memories.suggest_once()
@@ -154,8 +154,8 @@ class Chat:
             try:
                 message = read()
                 leaves = False
-                if found := command_in(message):
-                    run, argument = found
+                if parsed := command_in(message):
+                    run, argument = parsed
                     run(self, argument)
                 elif message.strip():
                     # A space before a slash marks a message that is not a command.
@@ -203,14 +203,14 @@ class Chat:
             self.messages.pop()
         self.messages.append({"role": "user", "content": message})
         sampled = replace(self.generation.sampling, **sampling)
-        asked = replace(self.generation, sampling=sampled)
+        generation = replace(self.generation, sampling=sampled)
         printer, said = self.printer(), ""
         last: GenerationResponse | None = None
         try:
             tokens = self._fitting_prompt()
             with (
                 prefill_bar(self.console) as progress,
-                closing(self.model.stream(asked, tokens, progress)) as responses,
+                closing(self.model.stream(generation, tokens, progress)) as responses,
             ):
                 for last in responses:
                     said += last.text

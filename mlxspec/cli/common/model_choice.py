@@ -45,9 +45,9 @@ class _Model(click.ParamType):
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
         """Complete known names, and directories."""
-        named = [CompletionItem(name) for name in known_names() if name.startswith(incomplete)]
+        items = [CompletionItem(name) for name in known_names() if name.startswith(incomplete)]
         # An empty value confuses click's script for zsh.
-        return [CompletionItem(incomplete or "./", type="dir"), *named]
+        return [CompletionItem(incomplete or "./", type="dir"), *items]
 
 
 MODEL = _Model()

@@ -121,8 +121,8 @@ _RENAMED = {
 def _message(error: click.ClickException) -> str:
     """What is wrong; for the former name of an option, the new one."""
     if isinstance(error, click.NoSuchOption) and error.ctx:
-        own = {name for one in error.ctx.command.params for name in one.opts}
-        for name in own.intersection(_RENAMED.get(error.option_name, ())):
+        names = {name for param in error.ctx.command.params for name in param.opts}
+        for name in names.intersection(_RENAMED.get(error.option_name, ())):
             return f"{error.option_name} is now {name}"
     return error.format_message()
 

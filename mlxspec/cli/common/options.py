@@ -284,11 +284,11 @@ def _option_of(declared: Field, group: str | None) -> Decorator:
     more: dict[str, Any] = {"group": group, **declared.metadata}
     if not more.get("required"):  # click treats any default, even None, as a value
         more["default"] = declared.default
-    named = f"--{declared.name.replace('_', '-')} {more.pop('metavar', '')}"
+    spelling = f"--{declared.name.replace('_', '-')} {more.pop('metavar', '')}"
     more.pop("of", None)
     if "type" not in more:
         more |= _TYPES.get(str(declared.type).removesuffix(" | None"), {"multiple": True})
-    return option(more.pop("spelling", named), more.pop("help"), declared.name, **more)
+    return option(more.pop("spelling", spelling), more.pop("help"), declared.name, **more)
 
 
 def color_option(group: str, help: str = "Colour accepted draft tokens.") -> Decorator:

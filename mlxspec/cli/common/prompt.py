@@ -114,7 +114,7 @@ class PromptOptions:
         given = [name for name in names if getattr(self, name) not in (None, False)]
         return [f"--{name.replace('_', '-')}" for name in given]
 
-    def named(self) -> list[str]:
+    def names(self) -> list[str]:
         """The names, as in the help, of the options and arguments that give a prompt."""
         sources = {
             "PROMPT": self.argument,
@@ -142,7 +142,7 @@ class PromptOptions:
             PromptError: no prompt is given, prompts are given that exclude each other, or the
                 prompt is empty or cannot be read.
         """
-        given = self.named()
+        given = self.names()
         if given[:2] == ["PROMPT", "--prompt"] or ("--prompt-ids" in given and len(given) > 1):
             raise PromptError(f"{' and '.join(given)} are given together: choose one")
         if self.prompt_ids is not None:
