@@ -119,8 +119,8 @@ def check_ids(
     for token in ids:
         if token >= vocab_size:
             problem = f"the id {token}: send ids from 0 to {vocab_size - 1}"
-            if tokenizer is not None and (named := token_name(tokenizer, token)):
-                problem = f"{named}, which the model lacks: leave it out"
+            if tokenizer is not None and (name := token_name(tokenizer, token)):
+                problem = f"{name}, which the model lacks: leave it out"
             raise ApiError(f"{param} has {problem}.", param=param)
 
 
@@ -229,13 +229,13 @@ class ResponseFormat(Body):
 
 
 def _of_format(value: object) -> Constraint | None:
-    asked = ResponseFormat.model_validate(value)
-    if asked.type == "text":
+    response_format = ResponseFormat.model_validate(value)
+    if response_format.type == "text":
         return None
-    if asked.type == "json_schema" and asked.schema_ is None:
+    if response_format.type == "json_schema" and response_format.schema_ is None:
         raise OptionError("send a JSON Schema as its schema")
     # llama.cpp accepts a schema in a json_object.
-    return Constraint.json_schema(asked.schema_ or {"type": "object"})
+    return Constraint.json_schema(response_format.schema_ or {"type": "object"})
 
 
 Format = Annotated[Constraint | None, PlainValidator(_of_format)]

@@ -230,7 +230,7 @@ class Endpoints:
         # Slow work must not occupy all threads.
         self._compiling = asyncio.Semaphore(_COMPILING)
         self._parsing = asyncio.Lock()
-        self._bodies = {size: asyncio.Semaphore(most) for size, most in _BODIES.items()}
+        self._bodies = {size: asyncio.Semaphore(limit) for size, limit in _BODIES.items()}
         self._responses = ResponseStore()
 
     def routes(self) -> list[Route]:
@@ -332,14 +332,14 @@ class Endpoints:
     def _stored(self, request: Request) -> dict[str, Any]:
         """The stored response that the path names."""
         response_id = request.path_params["id"]
-        found = self._responses.response(request.state.key, response_id)
-        if found is None:
+        stored = self._responses.response(request.state.key, response_id)
+        if stored is None:
             raise ApiError(
                 f"no response {shown(response_id)} is stored: create it again",
                 status=404,
                 param="response_id",
             )
-        return found[0]
+        return stored[0]
 
     # --- Anthropic's Messages API ---
 

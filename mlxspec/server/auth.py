@@ -62,11 +62,11 @@ class AuthMiddleware:
                 code="host_not_allowed",
             )
         origin = headers.get("origin")
-        own = headers.get("host", "").lower()
+        address = headers.get("host", "").lower()
         if (
             origin is not None
             and origin.lower() not in self._origins
-            and origin.partition("://")[2].lower() != own
+            and origin.partition("://")[2].lower() != address
         ):
             raise ApiError(
                 f"pages and programs of the origin {shown(origin)} may not use this server: use "

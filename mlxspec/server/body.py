@@ -212,8 +212,8 @@ def _marks(data: bytes | bytearray) -> Iterator[str]:
         at, kind = mark.end(), str(mark.lastgroup)
         if kind == "string":
             while at + 1 < len(data) and data[at] != ord('"'):
-                found = _IN_STRING.match(data, at, at + _PIECE)
-                at = found.end() if found and found.end() > at else len(data)
+                match = _IN_STRING.match(data, at, at + _PIECE)
+                at = match.end() if match and match.end() > at else len(data)
             if name := _AFTER_NAME.match(data, at + 1):
                 at = name.end()
                 continue
@@ -234,14 +234,14 @@ def read_body(data: bytes | bytearray) -> Any:
         raise ApiError(f"the body is not JSON ({error}): send a JSON object") from None
 
 
-def read_json(data: bytes | bytearray, most: int = MOST_VALUES) -> tuple[Any, int]:
+def read_json(data: bytes | bytearray, max_values: int = MOST_VALUES) -> tuple[Any, int]:
     """Parse a JSON text in UTF-8.
 
     Values are counted before any object is created. A lone surrogate becomes U+FFFD: editors send
     one when they cut a text inside a surrogate pair.
 
     Args:
-        most: the most values that it may have.
+        max_values: the most values that it may have.
 
     Returns:
         the value, and how many more values would have been allowed.
@@ -250,7 +250,7 @@ def read_json(data: bytes | bytearray, most: int = MOST_VALUES) -> tuple[Any, in
         ApiError: the text has too many values or is nested too deeply.
         ValueError: the text is not JSON, or has a number that is not finite.
     """
-    depth, left = 0, most
+    depth, left = 0, max_values
     for kind in _marks(data):
         depth += (kind == "begin") - (kind == "end")
         left -= kind != "end"
@@ -299,7 +299,7 @@ def without_nulls(value: Any) -> Any:
     """Remove an object's null fields; other values stay as they are."""
     if not isinstance(value, dict):
         return value
-    return {name: one for name, one in value.items() if one is not None}
+    return {name: item for name, item in value.items() if item is not None}
 
 
 _Key = TypeVar("_Key")

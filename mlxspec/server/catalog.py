@@ -172,8 +172,8 @@ class Catalog:
             with suppress(MlxspecError, OSError):
                 self._add(await asyncio.to_thread(self.find))
 
-    def _add(self, found: Iterable[Entry]) -> None:
-        new = {entry.name: entry for entry in found}
+    def _add(self, entries: Iterable[Entry]) -> None:
+        new = {entry.name: entry for entry in entries}
         for name, entry in [*self._entries.items()]:
             if entry.is_unused and entry not in self.at_start and name not in new:
                 del self._entries[name]
@@ -193,23 +193,23 @@ class Catalog:
         Raises:
             ApiError: 404, no model has this name; 400, several do.
         """
-        found = self._known(name)
-        if not found:
+        entry = self._known(name)
+        if not entry:
             await self.look()
-            found = self._known(name)
-        if not found and (name is None or not strict):
+            entry = self._known(name)
+        if not entry and (name is None or not strict):
             if name is None or name.startswith("claude-"):
-                found = self._known(self.default)
-            if not found and len(self._entries) == 1:
-                (found,) = self.entries
-        if not found:
+                entry = self._known(self.default)
+            if not entry and len(self._entries) == 1:
+                (entry,) = self.entries
+        if not entry:
             which = f"the model {shown(name)} is not served here" if name else "no model is named"
             some = " or ".join([*self._entries][:_NAMED])
             instead = f"use {some}, or another that /v1/models lists"
             if not some:
                 instead = "no models were found; download one, and see 'mlxspec models'"
             raise ApiError(f"{which}: {instead}", status=404, param="model", code="model_not_found")
-        return found
+        return entry
 
     def _known(self, name: str | None) -> Entry | None:
         """The model with this name; None if there is none."""
@@ -217,15 +217,15 @@ class Catalog:
             return None
         if name in self._entries:
             return self._entries[name]
-        found = [entry for entry in self.entries if name in (entry.path, *entry.others)]
-        if len(found) > 1:
+        matching = [entry for entry in self.entries if name in (entry.path, *entry.others)]
+        if len(matching) > 1:
             raise ApiError(
-                f"the model name {shown(name)} means {' or '.join(entry.name for entry in found)}: "
-                "name one of them",
+                f"the model name {shown(name)} means "
+                f"{' or '.join(entry.name for entry in matching)}: name one of them",
                 param="model",
                 code="model_ambiguous",
             )
-        return found[0] if found else None
+        return matching[0] if matching else None
 
     # --- use ---
 
@@ -332,11 +332,13 @@ class Catalog:
         memory = self.worker.memory
         while True:
             self._left.clear()
-            in_use = any(one.users + one.waiting for one in self.entries if one.served)
+            in_use = any(model.users + model.waiting for model in self.entries if model.served)
             if await asyncio.wrap_future(self.worker.call(self._reserves, entry)):
                 return
-            others = [one for one in self.entries if one.served and one.keep_alive is not None]
-            room = memory.room + sum(one.nbytes for one in others)
+            others = [
+                model for model in self.entries if model.served and model.keep_alive is not None
+            ]
+            room = memory.room + sum(model.nbytes for model in others)
             if entry.nbytes > room or not (others or in_use):
                 left = max(0, room - memory.parts["forward"])
                 raise ApiError(
@@ -347,8 +349,8 @@ class Catalog:
                     param="model",
                     code="out_of_memory",
                 )
-            if free := [one for one in others if not one.waiting]:
-                oldest = min(free, key=lambda one: (one.users > 0, one.used))
+            if free := [model for model in others if not model.waiting]:
+                oldest = min(free, key=lambda model: (model.users > 0, model.used))
                 await self._unload(oldest, f"room for {entry.name}")
             else:
                 await self._left.wait()
@@ -362,11 +364,13 @@ class Catalog:
         if fits(need) or self._moving.locked():  # a load in progress may wait for this request
             return
         async with self._moving:
-            idle = [one for one in self.entries if one.is_idle and one.keep_alive is not None]
-            if fits(need, beside=-sum(one.nbytes for one in idle)):
-                for one in sorted(idle, key=lambda one: one.used):
+            idle = [
+                model for model in self.entries if model.is_idle and model.keep_alive is not None
+            ]
+            if fits(need, beside=-sum(model.nbytes for model in idle)):
+                for model in sorted(idle, key=lambda model: model.used):
                     if not fits(need):
-                        await self._unload(one, "room for a request")
+                        await self._unload(model, "room for a request")
 
     async def _unload(self, entry: Entry, reason: str) -> None:
         """Unload a model once no request uses it."""
@@ -383,7 +387,7 @@ class Catalog:
     def _reserves(self, entry: Entry) -> bool:
         """Reserve memory for a model's weights, if every request will still fit beside them."""
         memory = self.worker.memory
-        needs = (one.need for one in self.worker.requests.copy())
+        needs = (request.need for request in self.worker.requests.copy())
         keep = all(memory.ever_fits(need, beside=entry.nbytes) for need in needs)
         if fits := keep and memory.fits(Need(entry.nbytes)):
             memory.reserve(entry.name, Need(entry.nbytes))

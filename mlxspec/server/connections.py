@@ -69,9 +69,9 @@ class HttpServer(uvicorn.Server):
         self._on_end = on_end
         logging.getLogger("uvicorn.error").addFilter(_is_fault)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
-        if soft != resource.RLIM_INFINITY and soft < most:  # 256 on a Mac
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        limit = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+        if soft != resource.RLIM_INFINITY and soft < limit:  # 256 on a Mac
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
     def _limited(self, app: ASGIApp) -> ASGIApp:
         async def served(scope: Scope, receive: Receive, send: Send) -> None:
@@ -87,15 +87,17 @@ class HttpServer(uvicorn.Server):
     async def _leave_silent(self) -> None:
         """Close the connections whose clients have kept the server waiting for too long."""
         now, before, self._waits = time.monotonic(), self._waits, {}
-        for one in cast(set[H11Protocol], self.server_state.connections):
-            reads = one.cycle and not (one.cycle.response_complete or one.transport.is_closing())
-            if reads and not (one.cycle.more_body or one.flow.write_paused):
+        for connection in cast(set[H11Protocol], self.server_state.connections):
+            reads = connection.cycle and not (
+                connection.cycle.response_complete or connection.transport.is_closing()
+            )
+            if reads and not (connection.cycle.more_body or connection.flow.write_paused):
                 continue
             # A wait ends with the next request, or when the client reads something.
-            wait = one, one.cycle, one.transport.get_write_buffer_size()
+            wait = connection, connection.cycle, connection.transport.get_write_buffer_size()
             self._waits[wait] = before.get(wait, now)
             if now - self._waits[wait] > self._patience:
-                one.transport.abort()
+                connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         first = not self.should_exit

@@ -213,12 +213,12 @@ class ServerMemory:
         self._evict(self.room - self._forward() - self.reserved)
         self._evict(self.most_idle(), kept=1)
 
-    def _evict(self, most: int, kept: int = 0) -> None:
-        """Evict idle entries until they take at most ``most`` bytes, or only ``kept`` entries are
+    def _evict(self, max_bytes: int, kept: int = 0) -> None:
+        """Evict idle entries until they take at most ``max_bytes``, or only ``kept`` entries are
         left.
         """
         caches = [model.cache for model in self._models.values()]
-        over = sum(cache.nbytes for cache in caches) - max(0, most)
+        over = sum(cache.nbytes for cache in caches) - max(0, max_bytes)
         while over > 0 and sum(cache.entries for cache in caches) > kept:
             over -= min(caches, key=lambda cache: cache.oldest).make_room(1)
 

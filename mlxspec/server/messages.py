@@ -109,14 +109,14 @@ class MessagesBody(ApiBody):
         # All tools are shown to the model from the start, whatever ``defer_loading`` is: tools
         # added later would change the prompt's prefix.
         functions = [tool.model_dump(exclude={"type", "arguments"}) for tool in self.tools]
-        return [{"type": "function", "function": without_nulls(one)} for one in functions]
+        return [{"type": "function", "function": without_nulls(function)} for function in functions]
 
     @property
     def tool_mode(self) -> tuple[str, str | None]:
-        asked = self.tool_choice
-        if asked.type == "tool":
-            return "function", asked.name
-        return "required" if asked.type == "any" else asked.type, None
+        choice = self.tool_choice
+        if choice.type == "tool":
+            return "function", choice.name
+        return "required" if choice.type == "any" else choice.type, None
 
 
 # --- messages ---

@@ -67,7 +67,7 @@ class Metrics:
         end = int(time.perf_counter())
         known = defaultdict(Count, self._sums.copy())
         sums = [known[second] for second in range(max(self._began, end - _HISTORY), end)]
-        columns = {name: [round(one[name], 4) for one in sums] for name in _FIGURES}
+        columns = {name: [round(count[name], 4) for count in sums] for name in _FIGURES}
         return {"end": end, **columns}
 
     @property
@@ -80,7 +80,7 @@ class Metrics:
     @property
     def sources(self) -> dict[str, dict[str, int]]:
         """The numbers of drafted and accepted tokens by source, most drafted first."""
-        drafted, accepted = (_counts(one) for one in (self._drafted, self._accepted))
+        drafted, accepted = (_counts(counter) for counter in (self._drafted, self._accepted))
         names = sorted(drafted, key=lambda name: -drafted[name])
         return {n: {"drafted": drafted[n], "accepted": accepted.get(n, 0)} for n in names}
 

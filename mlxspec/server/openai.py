@@ -96,8 +96,8 @@ class ChatBody(ApiBody):
 
     @property
     def tool_mode(self) -> tuple[str, str | None]:
-        asked = self.tool_choice
-        return (asked, None) if isinstance(asked, str) else ("function", asked.function.name)
+        choice = self.tool_choice
+        return (choice, None) if isinstance(choice, str) else ("function", choice.function.name)
 
 
 def _as_prompts(value: Any) -> Any:
@@ -359,7 +359,7 @@ def chat_logprobs(tokenizer: TokenizerWrapper, pieces: Iterable[Piece]) -> list[
         return {"token": _name(in_bytes), "logprob": _finite(logprob), "bytes": [*in_bytes]}
 
     return [
-        {**entry(piece.token, piece.logprob), "top_logprobs": [entry(*one) for one in piece.top]}
+        {**entry(piece.token, piece.logprob), "top_logprobs": [entry(*pair) for pair in piece.top]}
         for piece in pieces
         if _is_shown(piece, tokenizer)
     ]
@@ -379,7 +379,10 @@ def completion_logprobs(
             all_tokens = (*piece.top, (piece.token, piece.logprob))
             offsets.append(offset)
             likeliest.append(
-                [(_name(token_bytes(tokenizer, token)), _finite(one)) for token, one in all_tokens]
+                [
+                    (_name(token_bytes(tokenizer, token)), _finite(logprob))
+                    for token, logprob in all_tokens
+                ]
             )
         offset += len(piece.text)
     if not offsets:

@@ -76,8 +76,8 @@ def _transitions(format: OutputFormat, calls: CallFormat) -> dict[str, dict[str,
         states["reasoning"][markers[1]] = "normal"
     states["normal"] |= dict.fromkeys(tokenizer.structural_markers, "normal")
     for state, edges in tokenizer.response_transitions.items():
-        own = {marker: to for marker, to in edges if to != "tool"}
-        states[state] = states.get(state, {}) | own
+        next_states = {marker: to for marker, to in edges if to != "tool"}
+        states[state] = states.get(state, {}) | next_states
     if format.tools:
         begins = [
             state
@@ -212,10 +212,10 @@ class OutputParser:
         read, markers = self._read, tuple(self._states.get(self._state, {}))
         pattern = any_of(markers)
         while True:
-            found = pattern.search(read.text, read.at) if markers else None
-            if found:
-                marker = found[0]
-                self._take(found.start())
+            match = pattern.search(read.text, read.at) if markers else None
+            if match:
+                marker = match[0]
+                self._take(match.start())
                 if self._leads(marker) and not (yield from self._is_quoted(marker)):
                     read.at += len(marker)
                     read.drop()
@@ -382,13 +382,13 @@ class OutputParser:
     def _parse_header(self) -> Reading[None]:
         """Parse the header of gpt-oss's next message, and the call if the message is one."""
         read = self._read
-        header, found = "", None
+        header, match = "", None
         try:
             yield from read.space()
             begins = yield from read.one_of(*_HEADER_BEGINS)
-            rest, _ = yield from read.find("<|message|>", most=_LONGEST_HEADER)
+            rest, _ = yield from read.find("<|message|>", limit=_LONGEST_HEADER)
             header = read.text[: read.at]
-            found = HARMONY_HEADER.fullmatch(begins + rest)
+            match = HARMONY_HEADER.fullmatch(begins + rest)
         except Unfinished:
             if read.cut or not read.text.strip():
                 read.at = len(read.text)
@@ -396,17 +396,17 @@ class OutputParser:
                 return
         except Unexpected:
             pass
-        if not found:
+        if not match:
             read.at = 0
             self._state = "normal"
             self._after_marker = False
-        elif found["to"] or found["then_to"]:
+        elif match["to"] or match["then_to"]:
             read.drop()
             self._header = ""
             yield from self._parse_calls(header, "header")
         else:
             read.drop()
-            self._state = "reasoning" if found["channel"] == "analysis" else "normal"
+            self._state = "reasoning" if match["channel"] == "analysis" else "normal"
             self._enter()
 
 

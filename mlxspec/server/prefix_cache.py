@@ -210,7 +210,9 @@ class PrefixCache:
         """Keep a copy of a shared prefix, since later states cannot be trimmed to it."""
         length, name = entry.branch, entry.partition
         tokens = entry.tokens[:length]
-        if not any(one.shared and one.tokens == tokens for _, one in self._matches(tokens, name)):
+        if not any(
+            other.shared and other.tokens == tokens for _, other in self._matches(tokens, name)
+        ):
             session = entry.session.fork(length)
             self._touch(_Entry(tokens, length, name, session, session.nbytes, shared=True))
 
@@ -232,12 +234,12 @@ class PrefixCache:
 
     def _matches(self, tokens: array[int], partition: str) -> list[tuple[int, _Entry]]:
         """A partition's entries, each with the length of the common prefix, longest first."""
-        found = [
+        matches = [
             (common_length(entry.tokens, tokens), entry)
             for entry in (*self._idle, *self._lent.values())
             if entry.partition == partition
         ]
-        return sorted(found, key=lambda match: -match[0])
+        return sorted(matches, key=lambda match: -match[0])
 
     def _best(self, tokens: array[int], partition: str) -> tuple[_Entry | None, int, bool]:
         """Find the entry that holds the longest prefix of a prompt.
@@ -342,7 +344,7 @@ class PrefixCache:
         entry.session.save(path, described)
         return path.rename(path.with_stem(f"{name}-{_checksum(path)}"))
 
-    def load(self, directory: Path, most: int) -> None:
+    def load(self, directory: Path, max_bytes: int) -> None:
         """Load as many of the entries that :meth:`save` wrote as fit, the last used first.
 
         Files that belong to another model are skipped with a warning, as is any file or directory
@@ -350,14 +352,14 @@ class PrefixCache:
         keep them for the same entry.
 
         Args:
-            most: the most bytes of all loaded entries.
+            max_bytes: the most bytes of all loaded entries.
         """
         if not directory.is_dir() or not self._trusts(directory):
             return
         entries: list[_Entry] = []
-        for path in sorted(directory.glob(_FILES), key=lambda one: -one.lstat().st_mtime):
-            if (entry := self._read(path)) and entry.nbytes <= most:
-                most -= entry.nbytes
+        for path in sorted(directory.glob(_FILES), key=lambda file: -file.lstat().st_mtime):
+            if (entry := self._read(path)) and entry.nbytes <= max_bytes:
+                max_bytes -= entry.nbytes
                 entries.append(entry)
         for entry in reversed(entries):
             self._touch(entry)

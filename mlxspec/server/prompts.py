@@ -154,9 +154,9 @@ def check_length(length: int, param: str, longest: int | None) -> None:
 def _templated(
     body: ApiBody, tokenizer: TokenizerWrapper, arguments: Mapping[str, Any]
 ) -> ChatPrompt:
-    own = _RESERVED.union(tokenizer.SPECIAL_TOKENS_ATTRIBUTES, tokenizer.special_tokens_map)
+    reserved = _RESERVED.union(tokenizer.SPECIAL_TOKENS_ATTRIBUTES, tokenizer.special_tokens_map)
     for name in body.template_kwargs:
-        if name in own:
+        if name in reserved:
             raise ApiError(
                 f"chat_template_kwargs sets {name}, which only the server may set: leave it out.",
                 param=f"chat_template_kwargs.{name}",
@@ -393,6 +393,6 @@ def _continuing_ids(text: str, tokenizer: TokenizerWrapper) -> list[int]:
     """The token ids of a text that continues another, without an added space in front."""
     anchor = "☺"  # shares no token with other characters
     start, ids = (
-        tokenizer.encode(one, add_special_tokens=False) for one in (anchor, anchor + text)
+        tokenizer.encode(part, add_special_tokens=False) for part in (anchor, anchor + text)
     )
     return cast(list[int], ids[len(start) :])

@@ -198,8 +198,8 @@ class ResponsesBody(ApiBody):
 
     @property
     def top(self) -> int | None:
-        asked = "message.output_text.logprobs" in self.include
-        return self.top_logprobs or (0 if asked else None)
+        included = "message.output_text.logprobs" in self.include
+        return self.top_logprobs or (0 if included else None)
 
     @property
     def constraint(self) -> Constraint | None:
@@ -231,12 +231,12 @@ class ResponsesBody(ApiBody):
 
     @property
     def tool_mode(self) -> tuple[str, str | None]:
-        asked = self.tool_choice
-        if isinstance(asked, str):
-            return asked, None
+        choice = self.tool_choice
+        if isinstance(choice, str):
+            return choice, None
         known = self.known_tools.items()
-        names = [flat for flat, tool in known if asked.name in (tool.name, flat)]
-        unknown = asked.type if asked.name == "-" else asked.name  # this name is then refused
+        names = [flat for flat, tool in known if choice.name in (tool.name, flat)]
+        unknown = choice.type if choice.name == "-" else choice.name  # this name is then refused
         return "function", next(iter(names), unknown)
 
     def repeated(self) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class ResponsesBody(ApiBody):
                 "verbosity": self.verbosity or "medium",
             },
             "tool_choice": self.sent.get("tool_choice") or "auto",
-            "tools": [one for one in tools if not one["type"].startswith(_HOSTED)],
+            "tools": [tool for tool in tools if not tool["type"].startswith(_HOSTED)],
             "truncation": "disabled",
         }
 
@@ -289,19 +289,19 @@ def _from_store(body: dict[str, Any], find: Find) -> dict[str, Any]:
     """The fields ``earlier`` (the conversation so far) and ``input``, with references resolved."""
     earlier: list[dict[str, Any]] = []
     if isinstance(previous := body.get("previous_response_id"), str):
-        found = find(previous)
-        if not found:
+        stored = find(previous)
+        if not stored:
             raise ApiError(
                 f"previous_response_id is {shown(previous)}, but no such response is stored: "
                 "send the whole conversation as input.",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )
-        response, given = found
+        response, given = stored
         earlier = [*given, *response["output"]]
     if not isinstance(items := body.get("input"), list):
         return {"earlier": earlier}
-    ids = {index: one["id"] for index, one in enumerate(items) if _is_reference(one)}
+    ids = {index: item["id"] for index, item in enumerate(items) if _is_reference(item)}
     known = _stored_items({*ids.values()}, find)
     items = items.copy()
     for index, item_id in ids.items():
@@ -315,8 +315,8 @@ def _from_store(body: dict[str, Any], find: Find) -> dict[str, Any]:
 def _stored_items(ids: Set[str], find: Find) -> dict[str, dict[str, Any]]:
     """By id: all items of the stored answers that have any of the given ids."""
     numbers = {item_id.split("_")[1] for item_id in ids if "_" in item_id}
-    found = [find(f"resp_{number}") for number in numbers]
-    answers = [response for response, _ in filter(None, found)]
+    stored = [find(f"resp_{number}") for number in numbers]
+    answers = [response for response, _ in filter(None, stored)]
     return {item["id"]: item for answer in answers for item in answer["output"]}
 
 
@@ -529,7 +529,7 @@ class ResponsesAnswer(ApiAnswer):
         is_last = run.part is self.choices[0].parts[-1]
         item = self._item(position, run.part, self._response["status"] if is_last else "completed")
         texts = item["content"][0] if has_content else item
-        done = {one: texts[one] for one in _DONE if one in texts}
+        done = {key: texts[key] for key in _DONE if key in texts}
         yield self._event(f"{name}.done", **place, **done)
         if has_content:
             yield self._event("content_part.done", **place, part=item["content"][0])
@@ -600,7 +600,7 @@ def _whole_input(written: str) -> str:
     Backslashes that JSON does not allow are escaped: models forget to escape them in regular
     expressions.
     """
-    mended = _ESCAPE.sub(lambda found: found[0] if found[1] else r"\\", written)
+    mended = _ESCAPE.sub(lambda match: match[0] if match[1] else r"\\", written)
     try:
         value = json.loads(mended, strict=False)["input"]
     except (ValueError, LookupError, TypeError, RecursionError):

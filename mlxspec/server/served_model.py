@@ -102,8 +102,8 @@ class CacheMemory:
         """The bytes of all weights, including those of a trained head and a draft model."""
         modules = [self.loaded.model, *([self._trained.head] if self._trained else ())]
         arrays = [array for module in modules for _, array in tree_flatten(module.parameters())]
-        own = sum(array.nbytes for array in {id(array): array for array in arrays}.values())
-        return own + (self._draft.weights if self._draft else 0)
+        nbytes = sum(array.nbytes for array in {id(array): array for array in arrays}.values())
+        return nbytes + (self._draft.weights if self._draft else 0)
 
     def forward_bytes(self, tokens: int, rows: int) -> int:
         """The memory of a forward over ``rows`` rows of a prompt, without the caches.
@@ -133,12 +133,12 @@ class CacheMemory:
             model_identity(self._trained.head) if self._trained else None,
         ]
         path = cache_directory() / "forward_memory" / file_name(key)
-        found = read_kept("memory of forwards", path, tuple[int, float])
-        if found is None:
+        measured = read_kept("memory of forwards", path, tuple[int, float])
+        if measured is None:
             with mx.stream(generation_stream):
-                found = together(forward_memory, self.loaded, self.options.max_kv_size)
-            write_among_newest(path, found)
-        return found, _SCORES * 4 * self.loaded.vocab_size
+                measured = together(forward_memory, self.loaded, self.options.max_kv_size)
+            write_among_newest(path, measured)
+        return measured, _SCORES * 4 * self.loaded.vocab_size
 
 
 def _taken(kinds: list[CacheKind], tokens: int) -> int:
@@ -202,8 +202,8 @@ class ServedModel:
         """The earlier answers to draft from, of all keys."""
         decoders = [self.decoder, *self._decoders.copy().values()]
         factories = [decoder.drafter_factory for decoder in decoders]
-        found = [factory.memory for factory in factories if isinstance(factory, Auto)]
-        return [memory for memory in found if memory]
+        memories = [factory.memory for factory in factories if isinstance(factory, Auto)]
+        return [memory for memory in memories if memory]
 
     @cached_property
     def special_tokens(self) -> list[int]:
@@ -230,8 +230,10 @@ class ServedModel:
     def _decoder_of(self, key: str) -> Decoder:
         if not key:
             return self.decoder
-        own = self._decoders.pop(key, None) or self.decoder.with_separate_memory(_TOKENS_PER_KEY)
-        self._decoders[key] = own
+        decoder = self._decoders.pop(key, None) or self.decoder.with_separate_memory(
+            _TOKENS_PER_KEY
+        )
+        self._decoders[key] = decoder
         if len(self._decoders) > _MOST_KEYS:
             del self._decoders[next(iter(self._decoders))]
-        return own
+        return decoder

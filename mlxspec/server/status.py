@@ -55,8 +55,8 @@ def status_routes(catalog: Catalog) -> list[Route]:
     async def page(request: Request) -> Response:
         return HTMLResponse(_PAGE, headers=_PAGE_HEADERS)
 
-    named = {"health": health, "ready": ready, "metrics": metrics, "status": status, "": page}
-    return [Route(f"/{name}", endpoint) for name, endpoint in named.items()]
+    endpoints = {"health": health, "ready": ready, "metrics": metrics, "status": status, "": page}
+    return [Route(f"/{name}", endpoint) for name, endpoint in endpoints.items()]
 
 
 _WIDEST = 32  # the most rows in the cost curve that the status page shows
@@ -70,8 +70,8 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
     return {
         "version": __version__,
         "ready": not (worker.ending or catalog.starting),
-        "requests": [one.figures() for one in worker.requests.copy()],
-        "recent": [one | {"ended": now - one["ended"]} for one in worker.recent.copy()],
+        "requests": [request.figures() for request in worker.requests.copy()],
+        "recent": [figures | {"ended": now - figures["ended"]} for figures in worker.recent.copy()],
         "totals": metrics.totals,
         "sources": metrics.sources,
         "models": [
@@ -112,7 +112,7 @@ def _add_gauges(worker: Worker) -> None:
         return Gauge(f"mlxspec_{name}", help, labels, registry=worker.metrics.registry)
 
     def count(*states: State) -> int:
-        return sum(one.state in states for one in worker.requests.copy())
+        return sum(request.state in states for request in worker.requests.copy())
 
     for states in ((State.WAITING,), (State.PREFILL,), (State.DECODE, State.PAUSED)):
         now = gauge(f"{states[0]}_generations", f"Generations that are {states[0]} now.")

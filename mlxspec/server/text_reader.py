@@ -69,11 +69,11 @@ class TextReader:
         Raises:
             Unexpected: none of them comes next.
         """
-        found = yield from self._next_of(options)
-        if found is None:
+        option = yield from self._next_of(options)
+        if option is None:
             raise Unexpected
-        self.at += len(found)
-        return found
+        self.at += len(option)
+        return option
 
     def maybe(self, *options: str) -> Reading[str]:
         """Read the longest of some options that comes next; an empty string if none does."""
@@ -86,13 +86,13 @@ class TextReader:
         longest = max(map(len, options), default=0)
         while True:
             rest = self.text[self.at : self.at + longest]
-            grows = any(len(rest) < len(one) and one.startswith(rest) for one in options)
+            grows = any(len(rest) < len(option) and option.startswith(rest) for option in options)
             if not grows or self.ended:
                 break
             yield
-        found = [one for one in options if one and rest.startswith(one)]
-        if found:
-            return max(found, key=len)
+        matches = [option for option in options if option and rest.startswith(option)]
+        if matches:
+            return max(matches, key=len)
         if not rest and "" in options and not self.cut:
             return ""
         if grows:
@@ -108,12 +108,12 @@ class TextReader:
             self.at += 1
         return self.text[start : self.at]
 
-    def find(self, *markers: str, most: int | None = None) -> Reading[tuple[str, str]]:
+    def find(self, *markers: str, limit: int | None = None) -> Reading[tuple[str, str]]:
         """Read up to and past the first of some markers.
 
         Args:
             markers: none of them is the beginning of another.
-            most: how many characters may come before it.
+            limit: how many characters may come before it.
 
         Returns:
             the text before the marker, and the marker.
@@ -123,17 +123,17 @@ class TextReader:
         """
         pattern, longest = any_of(markers), max(map(len, markers))
         start = look = self.at
-        while not (found := pattern.search(self.text, look)):
+        while not (match := pattern.search(self.text, look)):
             look = max(start, len(self.text) - longest + 1)
-            if most is not None and look - start > most:
+            if limit is not None and look - start > limit:
                 raise Unexpected
             if self.ended:
                 raise Unfinished
             yield
-        if most is not None and found.start() - start > most:
+        if limit is not None and match.start() - start > limit:
             raise Unexpected
-        self.at = found.end()
-        return self.text[start : found.start()], found[0]
+        self.at = match.end()
+        return self.text[start : match.start()], match[0]
 
     def enclosed(self, close: str, *followers: str) -> Reading[str]:
         """Read up to and past a closing marker.

@@ -42,7 +42,9 @@ class Tools(dict[str, dict[str, Any]]):
 
     def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
         functions = [tool["function"] for tool in tools]
-        super().__init__((one["name"], one.get("parameters") or {}) for one in functions)
+        super().__init__(
+            (function["name"], function.get("parameters") or {}) for function in functions
+        )
 
     def checked(self, name: object) -> str:
         """The name of a tool; raises Unexpected for others."""
@@ -86,8 +88,8 @@ def property_of(schema: object, key: str) -> Any:
     if not isinstance(schema, dict):
         return {}
     properties = schema.get("properties")
-    found = properties.get(key) if isinstance(properties, dict) else None
-    return schema.get("additionalProperties", {}) if found is None else found
+    declared = properties.get(key) if isinstance(properties, dict) else None
+    return schema.get("additionalProperties", {}) if declared is None else declared
 
 
 def types_of(
@@ -109,26 +111,26 @@ def types_of(
             known[reference] = types_of(_referred(reference, root), root, known)
         return known[reference]
     inside = partial(types_of, root=root, known=known)
-    found: set[str] = set()
-    named = schema.get("type")
-    for name in [named] if isinstance(named, str) else _listed(named):
+    types: set[str] = set()
+    stated = schema.get("type")
+    for name in [stated] if isinstance(stated, str) else _listed(stated):
         kind = _TYPES.get(str(name).lower())
         if kind is None:
             return frozenset()
-        found.add(kind)
-    if not found:
-        found.update(map(_type_of, _listed(schema.get("enum"))))
-        found.update(_type_of(schema[key]) for key in ("const",) if key in schema)
-    for key in () if found else ("anyOf", "oneOf"):
+        types.add(kind)
+    if not types:
+        types.update(map(_type_of, _listed(schema.get("enum"))))
+        types.update(_type_of(schema[key]) for key in ("const",) if key in schema)
+    for key in () if types else ("anyOf", "oneOf"):
         cases = [inside(case) for case in _listed(schema.get(key))]
         if not all(cases):
             return frozenset()
-        found.update(*cases)
-    for case in () if found else _listed(schema.get("allOf")):
-        found |= inside(case)
-    if found and schema.get("nullable") is True:
-        found.add("null")
-    return frozenset(found)
+        types.update(*cases)
+    for case in () if types else _listed(schema.get("allOf")):
+        types |= inside(case)
+    if types and schema.get("nullable") is True:
+        types.add("null")
+    return frozenset(types)
 
 
 def _listed(value: object) -> list[Any]:
@@ -136,11 +138,11 @@ def _listed(value: object) -> list[Any]:
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> object:
-    found: Any = root
+    node: Any = root
     for step in reference.removeprefix("#").split("/")[1:]:
         step = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(step) if isinstance(found, dict) else None
-    return found
+        node = node.get(step) if isinstance(node, dict) else None
+    return node
 
 
 def _type_of(value: object) -> str:
@@ -318,41 +320,41 @@ def _object(read: TextReader, put: Put) -> Reading[str]:
 def _json_call(read: TextReader, tools: Tools, calls: Calls) -> Reading[None]:
     """Read ``{"name": ..., "arguments": {...}}``, with its keys in any order."""
     yield from read.one_of("{")
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     mark = ","
     while mark == ",":
         yield from read.space()
         pieces: list[str] = []
         yield from _string(read, pieces.append)
         key = json.loads("".join(pieces))
-        if key in found:
+        if key in fields:
             raise Unexpected
         yield from read.space()
         yield from read.one_of(":")
         yield from read.space()
-        is_first = key in _ARGUMENTS and not found.keys() & {*_ARGUMENTS}
-        if is_first and "name" in found and (yield from read.peek()) == "{":
-            found[key] = yield from _object(read, calls.grow(_text_of(found["name"])))
+        is_first = key in _ARGUMENTS and not fields.keys() & {*_ARGUMENTS}
+        if is_first and "name" in fields and (yield from read.peek()) == "{":
+            fields[key] = yield from _object(read, calls.grow(_text_of(fields["name"])))
         else:
             pieces = []
             yield from json_text(read, pieces.append)
-            found[key] = "".join(pieces)
+            fields[key] = "".join(pieces)
         if key == "name":
-            tools.checked(_text_of(found[key]))
+            tools.checked(_text_of(fields[key]))
         yield from read.space()
         mark = yield from read.one_of(",", "}")
-    name = tools.checked(_text_of(found.get("name", "")))
-    if found.keys().isdisjoint(_ARGUMENTS) and not found.keys() <= _WITHOUT_ARGUMENTS:
+    name = tools.checked(_text_of(fields.get("name", "")))
+    if fields.keys().isdisjoint(_ARGUMENTS) and not fields.keys() <= _WITHOUT_ARGUMENTS:
         raise Unexpected  # the arguments may be under another key: {} would lose them
     # If both are there, the first counts, which may have been sent already.
-    arguments = next((found[key] for key in found if key in _ARGUMENTS), "{}")
+    arguments = next((fields[key] for key in fields if key in _ARGUMENTS), "{}")
     if arguments.startswith('"'):  # some models write the object as a string
         arguments = yield from _object(_reader_of(_text_of(arguments) or "{}"), _nowhere)
     elif arguments == "null":
         arguments = "{}"
     if not arguments.startswith("{"):
         raise Unexpected
-    call_id = _text_of(found.get("id", ""))
+    call_id = _text_of(fields.get("id", ""))
     calls.add(name, arguments, call_id if _ID.fullmatch(call_id) else "")
 
 
@@ -462,8 +464,8 @@ HARMONY_HEADER = re.compile(
 
 def _harmony(read: TextReader, tools: Tools, calls: Calls, marker: str) -> Reading[None]:
     """Read a message to a function, whose header is the marker."""
-    found = HARMONY_HEADER.fullmatch(marker.strip().removesuffix("<|message|>"))
-    recipient = (found["to"] or found["then_to"] or "") if found else ""
+    header = HARMONY_HEADER.fullmatch(marker.strip().removesuffix("<|message|>"))
+    recipient = (header["to"] or header["then_to"] or "") if header else ""
     name = tools.checked(recipient.removeprefix("functions."))
     calls.add(name, (yield from _object(read, calls.grow(name))))
     yield from read.space()
@@ -542,11 +544,11 @@ class _Tags:
 
 def _name(read: TextReader) -> Reading[str]:
     """Read the rest of an opening tag; return the name in it."""
-    rest, _ = yield from read.find(">", most=_LONGEST_TAG)
-    found = _NAME.fullmatch(rest)
-    if not found:
+    rest, _ = yield from read.find(">", limit=_LONGEST_TAG)
+    match = _NAME.fullmatch(rest)
+    if not match:
         raise Unexpected
-    return found[2]
+    return match[2]
 
 
 _LONGEST_TAG = 300  # characters
@@ -571,7 +573,7 @@ def _pairs(tag: str) -> Callable[[TextReader, Tools, Calls, str], Reading[None]]
             ends = (end, "") if arguments else (end,)
             if (yield from read.one_of(key_tag, *ends)) != key_tag:
                 break
-            key, _ = yield from read.find(key_end, most=_LONGEST_TAG)
+            key, _ = yield from read.find(key_end, limit=_LONGEST_TAG)
             yield from read.space()
             yield from read.one_of(value_tag)
             value = yield from read.enclosed(value_end, key_tag, end)
@@ -613,7 +615,7 @@ def _kimi_k3(read: TextReader, tools: Tools, calls: Calls, marker: str) -> Readi
 
 
 def _attributes(read: TextReader) -> Reading[dict[str, str]]:
-    rest, _ = yield from read.find("<|sep|>", most=_LONGEST_TAG)
+    rest, _ = yield from read.find("<|sep|>", limit=_LONGEST_TAG)
     if not _ATTRIBUTES.fullmatch(rest):
         raise Unexpected
     pairs = re.findall(r'(\w+)="([^"]*)"', rest)
@@ -668,15 +670,15 @@ def _gemma_object(
 def _gemma_key(read: TextReader, quote: str, schema: object) -> Reading[str]:
     for mark in (quote, '"', "'"):
         if (yield from read.maybe(mark)):
-            key, _ = yield from read.find(mark, most=_LONGEST_TAG)
+            key, _ = yield from read.find(mark, limit=_LONGEST_TAG)
             yield from read.space()
             yield from read.one_of(":", "=")
             return key
     properties = schema.get("properties") if isinstance(schema, dict) else None
     known = [*properties] if isinstance(properties, dict) else []
-    key, mark = yield from read.find(":", "=", most=_LONGEST_TAG)
+    key, mark = yield from read.find(":", "=", limit=_LONGEST_TAG)
     while any(name.startswith(key + mark) for name in known):
-        more, following = yield from read.find(":", "=", most=_LONGEST_TAG)
+        more, following = yield from read.find(":", "=", limit=_LONGEST_TAG)
         key, mark = key + mark + more, following
     key = key.strip()
     if not key or (key not in known and re.search(r"[{}\[\],\n]", key)):
@@ -805,10 +807,10 @@ def of_mlx_lm(
     def read_calls(read: TextReader, names: Tools, calls: Calls, marker: str) -> Reading[None]:
         text, _ = yield from read.find(tokenizer.tool_call_end)
         try:
-            found = tokenizer.tool_parser(text, list(tools))
+            result = tokenizer.tool_parser(text, list(tools))
             parsed = [
-                (names.checked(one["name"]), written(one["arguments"]), str(one.get("id") or ""))
-                for one in (found if isinstance(found, list) else [found])
+                (names.checked(call["name"]), written(call["arguments"]), str(call.get("id") or ""))
+                for call in (result if isinstance(result, list) else [result])
             ]
         except Exception as error:  # the parsers raise exceptions of any type
             raise Unexpected from error

@@ -118,7 +118,7 @@ class ServedRequest(Request):
         stream: the stream of its events.
         index: the choice's index, which its events have.
         session: the session that the prefix cache has lent to it.
-        asked: when it arrived, by ``time.perf_counter``.
+        received: when it arrived, by ``time.perf_counter``.
         first_token: when its first token was generated.
         need: the memory that it may take.
         failure: the error that ended it; None if it ended otherwise.
@@ -148,7 +148,7 @@ class ServedRequest(Request):
         self.served = served
         self.top_logprobs = top_logprobs
         self.key = key
-        self.asked = time.perf_counter()
+        self.received = time.perf_counter()
         self.first_token: float | None = None
         self.need = served.memory.needs(len(prompt) + max_tokens)
         self.failure: ApiError | None = None
@@ -165,10 +165,10 @@ class ServedRequest(Request):
             "cached_tokens": self.n_cached,
             "tokens": self.generated,
             "max_tokens": self.max_tokens,
-            "first_token": self.first_token - self.asked if self.first_token else None,
+            "first_token": self.first_token - self.received if self.first_token else None,
             "tokens_per_step": self.stats.tokens_per_step or None,
             "gain": self.stats.gain,
-            "seconds": time.perf_counter() - self.asked,
+            "seconds": time.perf_counter() - self.received,
         }
         return {k: round(v, 3) if isinstance(v, float) else v for k, v in figures.items()}
 
@@ -187,12 +187,14 @@ class ServedRequest(Request):
         if self.first_token is None:
             self.first_token = time.perf_counter()
             n_prompt = len(self.prompt)
-            worker.metrics.add_first_token(self.first_token - self.asked, n_prompt, self.n_cached)
+            worker.metrics.add_first_token(
+                self.first_token - self.received, n_prompt, self.n_cached
+            )
             worker.send(self.stream, self, Begun(self.index, n_prompt, self.n_cached))
         piece = Piece(self.index, response.text, response.token, response.from_draft)
         if self.top_logprobs is not None:
-            found = response.token_logprobs(self.top_logprobs)
-            piece = replace(piece, logprob=found.logprob, top=tuple(found.top))
+            logprobs = response.token_logprobs(self.top_logprobs)
+            piece = replace(piece, logprob=logprobs.logprob, top=tuple(logprobs.top))
         worker.send(self.stream, self, piece)
 
     def _end(self) -> None:
@@ -273,7 +275,7 @@ class EventStream(RequestStream):
                     raise batch[-1]
                 if isinstance(batch[-1], Ended):
                     left -= 1
-                read[request] += sum(isinstance(one, Piece) for one in batch)
+                read[request] += sum(isinstance(event, Piece) for event in batch)
                 if read[request] >= LEAST_UNREAD:  # each message takes the worker's time
                     self._call(request, Scheduler.has_read, read.pop(request))
         finally:
@@ -401,7 +403,7 @@ class Worker(SchedulerThread):
         Raises:
             ApiError: 429, the queue is full.
         """
-        states = [one.state for one in self.requests.copy() if one.served is served]
+        states = [request.state for request in self.requests.copy() if request.served is served]
         waiting = states.count(State.WAITING)
         free = max(0, self.active - (len(states) - waiting))
         if waiting + count > self.queued + free:
@@ -485,5 +487,5 @@ class Worker(SchedulerThread):
         self.send(request.stream, request, ended)
         self.recent.append(request.figures() | {"ended": now})
         self.requests.remove(request)
-        self.metrics.add_end(request.outcome, now - request.asked)
+        self.metrics.add_end(request.outcome, now - request.received)
         self.on_end(request)
