@@ -276,15 +276,15 @@ class _MemoryWorker:
     @property
     def _most_live(self) -> int:
         """The number of tokens at which the newest answers are sorted."""
-        most = min(max(LIVE_TOKENS, len(self._segment.tokens) // 16), MOST_LIVE_TOKENS)
-        return max(1, min(most, self._max_tokens // 8))
+        limit = min(max(LIVE_TOKENS, len(self._segment.tokens) // 16), MOST_LIVE_TOKENS)
+        return max(1, min(limit, self._max_tokens // 8))
 
     def take(
         self, output: Sequence[int], earned: Mapping[str, int], leading: Sequence[int]
     ) -> None:
         """Keep an answer, and index the database's new rows."""
-        most = self._max_tokens * 3 // 4  # tokens left after an eviction
-        for text in encode_texts(output[max(0, len(output) - most) :], self.vocab_size):
+        remaining = self._max_tokens * 3 // 4  # tokens left after an eviction
+        for text in encode_texts(output[max(0, len(output) - remaining) :], self.vocab_size):
             self._prompts[self._answers.add(text, earned)] = leading
             earned, leading = {}, ()
         self.refresh()

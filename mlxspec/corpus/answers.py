@@ -205,22 +205,22 @@ class KeptAnswers:
         )
         return int(row)
 
-    def add_texts(self, named: Mapping[str, Iterable[bytes]]) -> None:
+    def add_texts(self, texts_by_name: Mapping[str, Iterable[bytes]]) -> None:
         """Keep texts until they are forgotten, instead of those that had the same names.
 
         Args:
-            named: for each name, texts as the bytes of their tokens.
+            texts_by_name: for each name, texts as the bytes of their tokens.
 
         Raises:
             OptionError: all added texts together would have more than ADDED_TOKENS.
             FileError: they cannot be written. In both cases nothing has changed.
         """
         with self.locked():
-            for name, texts in named.items():
+            for name, texts in texts_by_name.items():
                 self._run(_REMOVE, self._tokenizer, name)
                 for text in texts:
                     self.add(text, {}, name)
-            tokens = sum(one["tokens"] for one in self.count()["added"].values())
+            tokens = sum(figures["tokens"] for figures in self.count()["added"].values())
             if tokens > ADDED_TOKENS:
                 raise OptionError(
                     f"the added texts would have {tokens:,} tokens: add fewer, or forget some, so "
@@ -248,11 +248,11 @@ class KeptAnswers:
                 if len(tokens) > 1 and 0 <= tokens.min() <= tokens.max() < self.identity.vocab_size:
                     yield after, tokens, ended, name
 
-    def evict(self, most: int) -> bool:
-        """Delete the oldest answers until at most ``most`` tokens of answers remain; return whether
-        any were deleted.
+    def evict(self, max_tokens: int) -> bool:
+        """Delete the oldest answers until at most ``max_tokens`` of their tokens remain; return
+        whether any were deleted.
         """
-        return bool(self._run(_EVICT, self._tokenizer, most))
+        return bool(self._run(_EVICT, self._tokenizer, max_tokens))
 
     def forget(self, rows: Iterable[int]) -> None:
         """Delete rows, and the index files, so that no file keeps the answers' text.
@@ -285,7 +285,7 @@ class KeptAnswers:
         counted = {None: dict(zip(names, (0, 0, None, None), strict=True))}
         for name, *figures in self._run(_COUNT, self._tokenizer):
             counted[name] = dict(zip(names, figures, strict=True))
-        size = 4 * sum(one["tokens"] for one in counted.values())
+        size = 4 * sum(group["tokens"] for group in counted.values())
         if self.index_file and self.index_file.exists():
             size += self.index_file.stat().st_size
         return counted.pop(None) | {"bytes": size, "added": counted}
@@ -327,9 +327,9 @@ def kept_answers(directory: Path) -> list[KeptAnswers]:
     if not (directory / DATABASE).exists():
         return []
     with closing(connect(directory)) as database, errors_of(directory):
-        found = database.execute(_TOKENIZERS).fetchall()
+        rows = database.execute(_TOKENIZERS).fetchall()
     return [
-        KeptAnswers(directory, TokenizerIdentity(*identity), model) for *identity, model in found
+        KeptAnswers(directory, TokenizerIdentity(*identity), model) for *identity, model in rows
     ]
 
 
@@ -421,14 +421,14 @@ def memory_directory() -> Path:
     Raises:
         OptionError: an environment variable does not name a valid directory.
     """
-    switch, named = os.environ.get(SWITCH), directory_in(SWITCH)
-    if named is None or switch in ("on", "off"):
+    switch, directory = os.environ.get(SWITCH), directory_in(SWITCH)
+    if directory is None or switch in ("on", "off"):
         return data_directory() / "memory"
     if os.sep not in str(switch):
         raise OptionError(
             f"{SWITCH} is {switch!r}: set it to on, off, or a directory with a {os.sep} in its name"
         )
-    return named
+    return directory
 
 
 def data_directory() -> Path:

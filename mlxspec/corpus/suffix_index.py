@@ -126,15 +126,15 @@ class SuffixIndex:
             for token in recent[size - 1 :: -1]:
                 value = (value + token) * _BASE & _WORD
             # Another thread may replace the table, so its own size decides how many bits to use.
-            position, found = heads[value >> _HASH_BITS + 1 - len(heads).bit_length()], 0
+            position, n_found = heads[value >> _HASH_BITS + 1 - len(heads).bit_length()], 0
             for _ in range(_MAX_LINKS):
-                if position == 0 or found == _MAX_OCCURRENCES:
+                if position == 0 or n_found == _MAX_OCCURRENCES:
                     break
                 if position < end and text[position] != SEPARATOR:
                     length = lengths.get(position) or _matched(text, position, recent)
                     if length >= size:
                         lengths[position] = length
-                        found += 1
+                        n_found += 1
                 position = links[position]
         return sorted((Occurrence(lengths[p], p) for p in lengths), reverse=True)[:limit]
 
@@ -306,17 +306,17 @@ class SuffixArray:
             last = bisect_right(self._order, recent[:depth], first, last, key=before)
         low, high = first - 1, first
         below, above = self._length(low, recent), self._length(high, recent)
-        found: list[tuple[int, int]] = []
-        while len(found) < limit and (below or above):
+        matches: list[tuple[int, int]] = []
+        while len(matches) < limit and (below or above):
             if below > above:
-                found.append((below, self._order[low]))
+                matches.append((below, self._order[low]))
                 low -= 1
                 below = self._length(low, recent)
             else:
-                found.append((above, self._order[high]))
+                matches.append((above, self._order[high]))
                 high += 1
                 above = self._length(high, recent)
-        return sorted(found, reverse=True)
+        return sorted(matches, reverse=True)
 
     def _length(self, slot: int, recent: list[int]) -> int:
         """How many tokens before the place in a slot of ``order`` match; 0 if there is no slot."""
@@ -482,15 +482,15 @@ def excerpts(
         indexes: suffix indexes and suffix arrays, the newest first.
         depth: the most tokens of an excerpt.
     """
-    found: list[tuple[int, int, Any]] = []
-    for one in indexes:
+    places: list[tuple[int, int, Any]] = []
+    for index in indexes:
         with suppress(IndexError):  # the file is damaged
-            found += [(length, position, one) for length, position in one.matches(tail, limit)]
-    found.sort(key=_LENGTH, reverse=True)  # stable: newer ones come before equal older ones
+            places += [(length, position, index) for length, position in index.matches(tail, limit)]
+    places.sort(key=_LENGTH, reverse=True)  # stable: newer ones come before equal older ones
     tokens: list[int] = []
     occurrences: list[Occurrence] = []
-    for length, position, one in found[:limit]:
-        piece = one.tokens[position : position + depth].tolist()
+    for length, position, index in places[:limit]:
+        piece = index.tokens[position : position + depth].tolist()
         if SEPARATOR in piece:
             del piece[piece.index(SEPARATOR) :]
         if not piece or 0 <= min(piece) <= max(piece) < vocab_size:
@@ -547,13 +547,13 @@ def continuations(
         else:
             groups[token] = [occurrence]
     groups.pop(SEPARATOR, None)
-    found = [
+    distinct = [
         Continuation(token, group[0][0], max(map(_POSITION, group)), group)
         for token, group in groups.items()
     ]
-    if len(found) > 1:
-        found.sort(key=lambda one: (one.length, len(one.occurrences), one.newest), reverse=True)
-    return found
+    if len(distinct) > 1:
+        distinct.sort(key=lambda c: (c.length, len(c.occurrences), c.newest), reverse=True)
+    return distinct
 
 
 def common_length(first: Sequence[int], second: Sequence[int]) -> int:

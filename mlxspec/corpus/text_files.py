@@ -22,14 +22,14 @@ def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     Raises:
         FileError: a named path does not exist, or is neither a file nor a directory.
     """
-    found: dict[Path, Path] = {}  # the key is the path without links
+    files: dict[Path, Path] = {}  # the key is the path without links
     for path in map(Path, paths):
         if not (os.path.isfile(path) or os.path.isdir(path)) or not os.access(path, os.R_OK):
             raise FileError(f"{path}: cannot be read; name a readable file or directory")
         for file in _files_below(path) if path.is_dir() else [path]:
             if os.path.isfile(file):
-                found.setdefault(file.resolve(), file)
-    return list(found.values())
+                files.setdefault(file.resolve(), file)
+    return list(files.values())
 
 
 def read_texts(files: Iterable[Path], counts: Counter[str]) -> Iterator[str]:

@@ -100,13 +100,13 @@ def view(step: VerifiedStep, tree: DraftTree) -> VerifiedStep:
         the step with only the choices and accepted nodes of ``tree``, but with all emitted tokens.
     """
     verified = tree.nodes_in(step.tree)
-    rows = [same for same in verified if same is not None]
-    own = {same: node for node, same in reversed(list(enumerate(rows)))}
+    rows = [row for row in verified if row is not None]
+    node_of = {row: node for node, row in reversed(list(enumerate(rows)))}
     return replace(
         step,
         tree=tree.filtered([same is not None for same in verified]),
         choices=tuple(step.choices[row] for row in rows),
         argmaxes=tuple(step.argmaxes[row] for row in rows),
-        accepted=tuple(own[node] for node in step.accepted if node in own),
+        accepted=tuple(node_of[node] for node in step.accepted if node in node_of),
         planning_seconds=0.0,  # unknown, since the other drafters took a part of it
     )

@@ -22,8 +22,8 @@ class SourceNode(Protocol):
     def origin(self) -> str:
         """A word for where the node comes from."""
 
-    def children(self, most: int) -> Sequence[tuple[int, float, SourceNode]]:
-        """The best children, at most ``most``, the likeliest first; requested only once.
+    def children(self, limit: int) -> Sequence[tuple[int, float, SourceNode]]:
+        """The best children, at most ``limit``, the likeliest first; requested only once.
 
         Returns:
             for each child, its token, the probability that it is right if this node is, and the
@@ -75,9 +75,9 @@ class TreeNode:
             for child, parent in zip(nodes[1:], tree.parents[1:], strict=True):
                 nodes[parent]._children.append(child)
 
-    def children(self, most: int) -> list[tuple[int, float, SourceNode]]:
+    def children(self, limit: int) -> list[tuple[int, float, SourceNode]]:
         likeliest = sorted(self._children, key=lambda child: -child._p)
-        return [(child._token, child._p / (self._p or 1.0), child) for child in likeliest[:most]]
+        return [(child._token, child._p / (self._p or 1.0), child) for child in likeliest[:limit]]
 
 
 _Entry = tuple[float, int, int, int, Sequence[SourceNode]]
@@ -108,7 +108,7 @@ class Candidates:
         self._tokens, self._parents, self._depths = [last], [-1], [0]
         self._origins: list[str] = []
         self.p_reached: list[float] = []
-        self._most, self._max_depth = _CHILDREN if branching else 1, max_depth
+        self._limit, self._max_depth = _CHILDREN if branching else 1, max_depth
         # An entry has a node to be added: its negative p_reached, a serial number by which the
         # older one of equal entries comes first, its parent, its token, and its sources' nodes.
         self._serial = count()
@@ -147,27 +147,27 @@ class Candidates:
         if self._depths[node] >= self._max_depth:
             return []
         if len(sources) == 1:
-            found = sources[0].children(self._most)
+            children = sources[0].children(self._limit)
             entries: list[_Entry] = [
                 (-p_node * p, next(self._serial), node, token, (child,))
-                for token, p, child in found
+                for token, p, child in children
             ]
         else:
-            entries = self._merged(node, p_node, sources)[: self._most]
+            entries = self._merged(node, p_node, sources)[: self._limit]
         return [entry for entry in entries if -entry[0] >= _LEAST_P_REACHED]
 
     def _merged(self, node: int, p_node: float, sources: Sequence[SourceNode]) -> list[_Entry]:
-        found: dict[int, tuple[float, list[SourceNode]]] = {}
+        merged: dict[int, tuple[float, list[SourceNode]]] = {}
         left = 1.0
         for source in sources:
-            for token, p, child in source.children(self._most):
-                before, same = found.get(token, (0.0, []))
+            for token, p, child in source.children(self._limit):
+                before, children = merged.get(token, (0.0, []))
                 gained = max(0.0, min(p - before, left))
                 left -= gained
-                found[token] = before + gained, [*same, child]
+                merged[token] = before + gained, [*children, child]
         return sorted(
-            (-p_node * p, next(self._serial), node, token, same)
-            for token, (p, same) in found.items()
+            (-p_node * p, next(self._serial), node, token, children)
+            for token, (p, children) in merged.items()
         )
 
     def tree(self, n_draft: int) -> DraftTree:

@@ -98,17 +98,17 @@ class CostFile:
 
     def read(self) -> dict[int, Calibration]:
         """What is known, by context length; empty if there is nothing that can be used."""
-        found = read_kept("step times", self.path, _read_step_times)
-        return found[1] if found else {}
+        kept = read_kept("step times", self.path, _read_step_times)
+        return kept[1] if kept else {}
 
-    def update(self, found: Mapping[int, Calibration]) -> None:
+    def update(self, calibrations: Mapping[int, Calibration]) -> None:
         """Replace the times at these context lengths, unless those that are kept are better.
 
         A careful measurement is replaced only by another. Of two measurements of the same kind, the
         one with more numbers of rows is kept.
         """
         kept = self.read()
-        for context, known in found.items():
+        for context, known in calibrations.items():
             if context not in kept or kept[context].rank <= known.rank:
                 kept[context] = known
         contexts = dict(sorted(kept.items()))
@@ -119,13 +119,13 @@ class CostFile:
 def cost_files() -> list[CostFile]:
     """The files of all machines and models, as far as they can be used."""
     paths = sorted(_step_times_directory().glob("*.json"))
-    found = [read_kept("step times", path, _read_step_times) for path in paths]
-    return [one[0] for one in found if one]
+    kept = [read_kept("step times", path, _read_step_times) for path in paths]
+    return [entry[0] for entry in kept if entry]
 
 
 def _read_step_times(content: Any) -> tuple[CostFile, dict[int, Calibration]]:
     contexts = {
-        int(context): Calibration(**{**known, "times": [StepTime(**one) for one in known["times"]]})
+        int(context): Calibration(**{**known, "times": [StepTime(**row) for row in known["times"]]})
         for context, known in content["contexts"].items()
     }
     return CostFile(content["machine"], content["model"]), contexts

@@ -73,7 +73,7 @@ class LiveCosts:
     file, the next process begins with the corrected times.
 
     Args:
-        found: the times to begin with, for at least one context length.
+        calibrations: the times to begin with, for at least one context length.
         file: the file that keeps the corrected times; with None, nothing is saved.
         clock: returns the time in seconds.
 
@@ -86,24 +86,24 @@ class LiveCosts:
 
     def __init__(
         self,
-        found: Mapping[int, Calibration],
+        calibrations: Mapping[int, Calibration],
         file: CostFile | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.found, self.file, self._clock = found, file, clock
+        self.calibrations, self.file, self._clock = calibrations, file, clock
         self.wants_long_context = self.tried_long_context = False
         self._next_save = clock()
         self._lock = threading.RLock()
-        self._times = TimeFilter({context: known.times for context, known in found.items()})
+        self._times = TimeFilter({context: known.times for context, known in calibrations.items()})
         self._joint: dict[int, LiveCosts] = {}
         self._context = 0
         self._begin_run()
 
     def for_generation(self) -> Self:
         """These costs for one generation, which has its own context length and runs of steps."""
-        own = copy.copy(self)
-        own._begin_run()
-        return own
+        costs = copy.copy(self)
+        costs._begin_run()
+        return costs
 
     def for_sequences(self, count: int) -> LiveCosts:
         """The costs of joint steps of ``count`` sequences, which only such steps correct.
@@ -116,17 +116,19 @@ class LiveCosts:
         with self._lock:
             if count not in self._joint:
                 file = self.file.of_sequences(count) if self.file else None
-                found = file.read() if file else {}
-                if not found:
+                calibrations = file.read() if file else {}
+                if not calibrations:
                     assumed = joint_times(self._times.known(), count)
-                    found = {context: Calibration(times) for context, times in assumed.items()}
-                joint = self._joint[count] = type(self)(found, file, self._clock)
+                    calibrations = {
+                        context: Calibration(times) for context, times in assumed.items()
+                    }
+                joint = self._joint[count] = type(self)(calibrations, file, self._clock)
                 joint._times.overhead = self._times.overhead
             return self._joint[count].for_generation()
 
     def end(self) -> None:
         """Save what a generation has learned, unless the last save is recent."""
-        is_new = self._context >= LONG_CONTEXT > max(self.found)
+        is_new = self._context >= LONG_CONTEXT > max(self.calibrations)
         self.wants_long_context = is_new and not self.tried_long_context
         if self.file and self._clock() >= self._next_save:
             self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
@@ -226,7 +228,9 @@ class LiveCosts:
         """The times that were measured or learned, by context length."""
         with self._lock:
             known = self._times.known(assumed=False)
-        return {context: self.found[context].corrected(times) for context, times in known.items()}
+        return {
+            context: self.calibrations[context].corrected(times) for context, times in known.items()
+        }
 
 
 Costs = FixedCosts | LiveCosts

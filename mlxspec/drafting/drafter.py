@@ -132,10 +132,10 @@ def load_drafter(name: str) -> type[Drafter]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = getattr(importlib.import_module(module), class_name)
-        inspect.signature(found).bind()
-        if issubclass(found, Drafter) and not {found.propose, found.observe} & _UNDEFINED:
-            return found
+        kind = getattr(importlib.import_module(module), class_name)
+        inspect.signature(kind).bind()
+        if issubclass(kind, Drafter) and not {kind.propose, kind.observe} & _UNDEFINED:
+            return kind
         reason = "it is not derived from mlxspec.Drafter, or lacks one of its methods"
     except Exception as error:  # a user's module may raise anything
         reason = f"{type(error).__name__}: {error}"

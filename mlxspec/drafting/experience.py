@@ -83,13 +83,13 @@ class Experience:
         """The corrections that a request uses, followed by others that also learn from it."""
         kind = tuple(prompt[:_KIND_TOKENS])
         known = kind in self._kinds
-        own = self._kinds.pop(kind, None)
-        if known and own is None:
-            own = Corrections(self.corrections)
-        self._kinds[kind] = own
+        for_kind = self._kinds.pop(kind, None)
+        if known and for_kind is None:
+            for_kind = Corrections(self.corrections)
+        self._kinds[kind] = for_kind
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
-        return [self.corrections] if own is None else [own, self.corrections]
+        return [self.corrections] if for_kind is None else [for_kind, self.corrections]
 
     def end(self) -> None:
         """Save the experience if there is a path, unless the last save is recent."""

@@ -124,7 +124,7 @@ def noise(times: Sequence[StepTime]) -> str | None:
                 f"the times contradict each other: {other.rows} rows took "
                 f"{other.seconds * 1e3:.3g} ms, and {time.rows} rows {time.seconds * 1e3:.3g} ms"
             )
-        slowest = max(slowest, time, key=lambda one: one.seconds)
+        slowest = max(slowest, time, key=lambda step_time: step_time.seconds)
     return None
 
 
@@ -194,7 +194,7 @@ def _summary(rows: int, seconds: list[float], spread: float) -> StepTime:
         spread: the relative scatter of plain steps; if there are only a few times, a single one is
             at least this uncertain.
     """
-    seconds = [max(STEP_SECONDS[0], one) for one in seconds]  # a coarse clock may return 0
+    seconds = [max(STEP_SECONDS[0], s) for s in seconds]  # a coarse clock may return 0
     if len(seconds) < _FEW:
         error = max(_ERROR_OF_ONE, spread) / math.sqrt(len(seconds))
         return StepTime(rows, min(seconds), error / _CONFIDENCE, len(seconds))

@@ -160,28 +160,28 @@ class AcceptanceModel:
         self._run = 0  # consecutive tokens whose best continuation was right
 
     def estimate(
-        self, found: Sequence[Continuation], end: int, depth: int, before: int, limit: int
+        self, ranked: Sequence[Continuation], end: int, depth: int, before: int, limit: int
     ) -> list[Estimate]:
         """Estimate the probabilities of the continuations of one node.
 
         Args:
-            found: all continuations of the node, best first.
+            ranked: all continuations of the node, best first.
             end: the length of the indexed text.
             depth: the node's depth; 0 for the root, the text's last token.
             before: the node's token.
             limit: the most continuations to estimate.
         """
-        occurrences = sum([len(continuation.occurrences) for continuation in found])
+        occurrences = sum([len(continuation.occurrences) for continuation in ranked])
         classes, output_start = self._classes, self._output_start - depth
         class_before = classes[before] if before < len(classes) else UNKNOWN
         run = _RUN + 2 * min((self._run + depth).bit_length(), _LONGEST_RUN) + (depth > 0)
         weight_of = self._corrections[0].get
         estimates: list[Estimate] = []
-        for rank, (token, matched, newest, agreed) in enumerate(found[:limit]):
+        for rank, (token, matched, newest, agreed) in enumerate(ranked[:limit]):
             if rank > 0:
                 weights, form, gap = self._lower_ranked, _LOWER_RANKED, _NO_GAP
-            elif len(found) > 1:  # the gap: by how many tokens its match is longer than the next
-                gap = min(matched - found[1].length, _NO_GAP - 1)
+            elif len(ranked) > 1:  # the gap: by how many tokens its match is longer than the next
+                gap = min(matched - ranked[1].length, _NO_GAP - 1)
                 weights, form = self._divided, 1
             else:
                 weights, form, gap = self._unanimous, 0, _NO_GAP
@@ -294,10 +294,10 @@ def _weights() -> tuple[_Weights, _Weights, _Weights]:
     prior: dict[str, _Weights] = json.loads(text)
     chosen = prior["unanimous"], prior["divided"], prior["lower_ranked"]
     logs = [log(length + 1) for length in range(_MAX_LENGTH + 1)]
-    for one in chosen:
-        constant, inverse = one["constant"], one["inverse_length"]
-        linear, square = one["log_length"], one["log_length_squared"]
-        one["by_length"] = [
+    for weights in chosen:
+        constant, inverse = weights["constant"], weights["inverse_length"]
+        linear, square = weights["log_length"], weights["log_length_squared"]
+        weights["by_length"] = [
             constant + linear * x + square * x * x + inverse / (n + 1) for n, x in enumerate(logs)
         ]
     return chosen

@@ -188,12 +188,12 @@ def best_draft(
         for n_draft, tokens in enumerate(expected)
         if (gain := tokens - price * (costs[n_draft + 1] + restart_cost) - plain) > 0
     ]
-    most = len(expected)
+    limit = len(expected)
     for gain, n_draft in sorted(gains, reverse=True):
-        if n_draft <= most:
+        if n_draft <= limit:
             if allows(gain, n_draft):
                 return gain, n_draft
-            most = n_draft // 2
+            limit = n_draft // 2
     return 0.0, 0
 
 
@@ -205,8 +205,8 @@ def expected_shortfall(cost: float, *drafts: Sequence[float]) -> float:
         drafts: for each drafting sequence, the probabilities that at least 1, 2, … of its tokens
             are accepted.
     """
-    most = sum(map(len, drafts))
-    n_missing = min(max(math.ceil(cost - 1), 0), most + 1)  # with more tokens, nothing is missing
+    n_max = sum(map(len, drafts))
+    n_missing = min(max(math.ceil(cost - 1), 0), n_max + 1)  # with more tokens, nothing is missing
     accepted = [1.0]  # the probabilities that 0, 1, … < n_missing tokens are accepted in total
     for p_by_depth in drafts:
         at_least = [*accumulate((1.0, *p_by_depth), min), 0.0]
@@ -371,14 +371,14 @@ class Planner:
         roots = list[SourceNode]()
         for source in self._sources:
             roots += source.search(max_depth)
-        found = self._candidates(roots, max_depth)
+        candidates = self._candidates(roots, max_depth)
         if self.guide is None:
-            return found
+            return candidates
         # The constraint judges whole trees, so this one is grown as far as nodes may pay.
-        while found.p_of(len(found)) > scale * row_costs[len(found)]:
-            found.add()
+        while candidates.p_of(len(candidates)) > scale * row_costs[len(candidates)]:
+            candidates.add()
         forced = forced_chain(self._last, self.guide.forced()[:max_depth])
-        allowed = self.guide.allowed(found.tree(len(found)))
+        allowed = self.guide.allowed(candidates.tree(len(candidates)))
         return self._candidates([TreeNode(forced), TreeNode(allowed)], max_depth)
 
     def with_head(self, text: Candidates, head: DraftTree, max_depth: int) -> Candidates:
@@ -494,9 +494,9 @@ class Planner:
     def end(self) -> None:
         self._experience.probe_step = self.policy.probe_step
         faults = []
-        for one in (self.costs, self._experience, *self._sources):
+        for part in (self.costs, self._experience, *self._sources):
             try:
-                one.end()
+                part.end()
             except Exception as error:
                 faults.append(error)
         for fault in faults:  # after all have ended, since a user drafter's exception is raised
@@ -648,7 +648,7 @@ class JointPlan:
                 plans.append(Plan(fault=error))
         return plans
 
-    def frontier(self, candidates: Sequence[Candidates | None]) -> _Nodes:
+    def frontier(self, by_sequence: Sequence[Candidates | None]) -> _Nodes:
         """Take the best candidates of all sequences, or none if the next step is a probe.
 
         It ends where no further node can pay: where the next one adds fewer tokens than its row
@@ -656,12 +656,15 @@ class JointPlan:
         only rise with more nodes, and no such node can raise the best rate.
         """
         growing = {
-            index: own
-            for index, own in enumerate(candidates)
-            if own is not None and not self._probes
+            index: candidates
+            for index, candidates in enumerate(by_sequence)
+            if candidates is not None and not self._probes
         }
         taken = dict.fromkeys(growing, 0)
-        heap = [(-own.p_of(0) * self._weights[index], index) for index, own in growing.items()]
+        heap = [
+            (-candidates.p_of(0) * self._weights[index], index)
+            for index, candidates in growing.items()
+        ]
         heapify(heap)
         owners, expected = list[int](), [float(self._sequences)]
         best = expected[0] / self._table[1]
@@ -677,10 +680,10 @@ class JointPlan:
             if rate > best:
                 best, price = rate, min(price_of_time(rate, self._rate), rate)
             taken[index] += 1
-            own = growing[index]
-            if taken[index] > len(own):
-                own.add()
-            heapreplace(heap, (-own.p_of(taken[index]) * self._weights[index], index))
+            candidates = growing[index]
+            if taken[index] > len(candidates):
+                candidates.add()
+            heapreplace(heap, (-candidates.p_of(taken[index]) * self._weights[index], index))
         return _Nodes(growing, owners, expected)
 
     def run_heads(self, plans: list[Plan]) -> list[Plan]:
@@ -727,8 +730,8 @@ class JointPlan:
         texts, members = [plan.candidates for plan in plans], [*heads.values()]
         nodes = self.frontier(texts)
         options = [(*self._outcome(nodes, self.choose(nodes)[1]), 0)]
-        most = min(max(self._depths[index] for index in heads), self._max_nodes)
-        for depth in range(1, min(most, len(members[0].experience.p_accept)) + 1):
+        max_depth = min(max(self._depths[index] for index in heads), self._max_nodes)
+        for depth in range(1, min(max_depth, len(members[0].experience.p_accept)) + 1):
             surer = {
                 index: Candidates(head.last, [TreeNode(outlook)], branching=False, max_depth=depth)
                 for index, head in heads.items()
@@ -742,9 +745,9 @@ class JointPlan:
                 tokens, cost = self._outcome(nodes, n_draft)
                 options.append((tokens, cost + taken, depth))
         price = price_of_time(max(tokens / cost for tokens, cost, _ in options), self._rate)
-        _, _, found = max(options, key=lambda option: option[0] - price * option[1])
+        _, _, best = max(options, key=lambda option: option[0] - price * option[1])
         trial = any(head.trials and plans[index].p_next < _UNSURE for index, head in heads.items())
-        return found or int(trial)
+        return best or int(trial)
 
     def _outcome(self, nodes: _Nodes, n_draft: int) -> tuple[float, float]:
         """The expected tokens of a step with the first ``n_draft`` nodes, and its cost."""
@@ -769,7 +772,7 @@ class JointPlan:
         def allows(gain: float, n_draft: int) -> bool:
             shares = nodes.shares(n_draft)
             more = self.more_time(n_draft) + self._sequences * head_time
-            drafts = [nodes.candidates[index].p_by_depth(own) for index, own in shares.items()]
+            drafts = [nodes.candidates[index].p_by_depth(count) for index, count in shares.items()]
             if expected_shortfall(1 + more, *drafts) > allowed_shortfall(banks, gain):
                 return False
             return self._patient or self._is_endured(more / self._sequences, nodes, shares)
@@ -795,8 +798,8 @@ class JointPlan:
         """
         if self._probes:
             return True
-        most = self._sequences * self._costs.sync_overhead
-        if self._gain > most:
+        overhead = self._sequences * self._costs.sync_overhead
+        if self._gain > overhead:
             return False
         for planner, plan in zip(self._planners, plans, strict=True):
             if planner.head and planner.head.trials and plan.p_next < _UNSURE:
@@ -808,7 +811,7 @@ class JointPlan:
             planner.gain_of_waiting(plan.candidates, table)
             for planner, plan in zip(self._planners, plans, strict=True)
         )
-        return sum(gains) <= most
+        return sum(gains) <= overhead
 
 
 def log_fault(error: Exception) -> None:

@@ -94,13 +94,13 @@ class SuffixSource(Source):
         """The roots of the tokens that may follow the current one, one for each text."""
         index = self._building.result()
         last, tail = index.tokens[-1], index.tokens[-MAX_LENGTH:] if self._others else ()
-        found = [(Text(CONTEXT, index.tokens, self._acceptance), index.occurrences())]
+        texts = [(Text(CONTEXT, index.tokens, self._acceptance), index.occurrences())]
         for name, (look_up, acceptance) in self._others.items():
             tokens, occurrences = look_up(
                 tail, _EARLIER_OCCURRENCES, min(max_depth, EXCERPT_TOKENS)
             )
-            found.append((Text(name, tokens, acceptance), occurrences))
-        self._roots = [TextNode(text, last, places) for text, places in found if places]
+            texts.append((Text(name, tokens, acceptance), occurrences))
+        self._roots = [TextNode(text, last, places) for text, places in texts if places]
         return self._roots
 
     def observe(self, step: VerifiedStep) -> None:
@@ -108,8 +108,8 @@ class SuffixSource(Source):
         self.earned["tokens"] += len(step.tokens)
         origins = step.tree.node_origins
         for node in step.accepted:
-            own = origins[node] in (CONTEXT, *self._others)
-            self.earned[origins[node] if own else OTHERS] += 1
+            is_ours = origins[node] in (CONTEXT, *self._others)
+            self.earned[origins[node] if is_ours else OTHERS] += 1
         for root in self._roots:
             root.learn(step.tokens)
         self._roots = []
@@ -157,27 +157,27 @@ class TextNode:
     ) -> None:
         self._text, self._token, self._occurrences = text, token, occurrences
         self._depth, self._path = depth, path
-        self._most = 0
-        self._found: tuple[list[Continuation], list[Estimate]] = [], []
+        self._limit = 0
+        self._following: tuple[list[Continuation], list[Estimate]] = [], []
 
     @property
     def origin(self) -> str:
         return self._text.name
 
-    def children(self, most: int) -> list[tuple[int, float, SourceNode]]:
+    def children(self, limit: int) -> list[tuple[int, float, SourceNode]]:
         """Like :meth:`mlxspec.drafting.candidates.SourceNode.children`.
 
         A child is right with its own p_accept, if none of the better children is.
         """
-        text, self._most = self._text, most
-        found = continuations(text.tokens, self._occurrences, self._depth, self._path)
+        text, self._limit = self._text, limit
+        following = continuations(text.tokens, self._occurrences, self._depth, self._path)
         estimates = text.acceptance.estimate(
-            found, len(text.tokens), self._depth, self._token, most
+            following, len(text.tokens), self._depth, self._token, limit
         )
-        self._found = found, estimates
+        self._following = following, estimates
         children: list[tuple[int, float, SourceNode]] = []
         left = 1.0  # the probability that no child so far is right
-        for continuation, (p_accept, _, _) in zip(found, estimates, strict=False):
+        for continuation, (p_accept, _, _) in zip(following, estimates, strict=False):
             run = TextRun(text, continuation, self._depth + 1, self._path)
             children.append((continuation.token, left * p_accept, run))
             left *= 1 - p_accept
@@ -186,17 +186,17 @@ class TextNode:
     def learn(self, emitted: Sequence[int]) -> None:
         """Learn from the tokens that followed this root, whether or not they were drafted."""
         _, tokens, acceptance = self._text
-        (found, estimates), lessons = self._found, []
+        (following, estimates), lessons = self._following, []
         for depth, token in enumerate(emitted[:_LESSONS], start=1):
-            if not found:
+            if not following:
                 break
-            tried = [one.token for one in found[: self._most]]
+            tried = [continuation.token for continuation in following[: self._limit]]
             right = tried.index(token) if token in tried else None
             lessons.append((estimates, right))
             if right is None or depth == min(len(emitted), _LESSONS):
                 break
-            found = continuations(tokens, found[right].occurrences, depth, lambda: emitted)
-            estimates = acceptance.estimate(found, len(tokens), depth, token, self._most)
+            following = continuations(tokens, following[right].occurrences, depth, lambda: emitted)
+            estimates = acceptance.estimate(following, len(tokens), depth, token, self._limit)
         for estimates, right in lessons:
             acceptance.learn(estimates, right)
 
@@ -224,7 +224,7 @@ class TextRun:
     def origin(self) -> str:
         return self._text.name
 
-    def children(self, most: int) -> Sequence[tuple[int, float, SourceNode]]:
+    def children(self, limit: int) -> Sequence[tuple[int, float, SourceNode]]:
         """The next node, or those between which the occurrences differ."""
         depth, tokens = self._depth, self._text.tokens
         if self._p_accept is None:
@@ -240,7 +240,7 @@ class TextRun:
                 return ((token, p_accept, self),)
         last = self._tokens[-1]
         node = TextNode(self._text, last, self._begin.occurrences, depth, self._whole_path)
-        return node.children(most)
+        return node.children(limit)
 
     def _whole_path(self) -> list[int]:
         return [*self._path(), *self._tokens]

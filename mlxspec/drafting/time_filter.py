@@ -188,30 +188,30 @@ class TimeFilter:
         """Learn from a step over ``rows`` rows; 1 is a pipelined plain step."""
         if not 1 <= rows <= WIDEST or not STEP_SECONDS[0] <= seconds <= STEP_SECONDS[1]:
             return
-        own = self._plain if rows == 1 else self._rows.get(rows)
-        if own is None:
-            own = self._rows[rows] = self._unseen(rows)
-            own.in_curve = self._correction(own)
+        state = self._plain if rows == 1 else self._rows.get(rows)
+        if state is None:
+            state = self._rows[rows] = self._unseen(rows)
+            state.in_curve = self._correction(state)
         covariance = _plus(self._covariance, _MACHINE_CHANGE, _MACHINE)
         if rows == 1:
             parts = _MACHINE
         else:
-            parts = 1.0, 1.0, own.power
-            own.variance += _ROWS_CHANGE
+            parts = 1.0, 1.0, state.power
+            state.variance += _ROWS_CHANGE
             covariance = _plus(covariance, _DRAFTED_CHANGE, _DRAFTED)
-        expected = math.log(self._seconds(own, context)) + _dot(parts, self._shared) + own.value
+        expected = math.log(self._seconds(state, context)) + _dot(parts, self._shared) + state.value
         error = math.log(seconds) - expected
         doubt = self._doubt_of(rows)
         # Rounding can make a small variance slightly negative.
-        alone = own.variance + doubt + self._noise
+        alone = state.variance + doubt + self._noise
         variance = max(_dot(parts, _product(covariance, parts)), 0.0) + alone
-        if own.latest is not None:
-            self._learn_noise(error - own.latest)
-        own.latest = error
+        if state.latest is not None:
+            self._learn_noise(error - state.latest)
+        state.latest = error
         if abs(error) > _OUTLIER * math.sqrt(variance):
-            own.off += 1
+            state.off += 1
             self._off += 1
-            if own.off < _LASTING:
+            if state.off < _LASTING:
                 self._covariance = covariance
                 return
             if self._off >= _LASTING:  # no step was as predicted: the machine has changed
@@ -219,24 +219,27 @@ class TimeFilter:
             elif rows == 1:  # drafted steps were as predicted: only plain steps have changed
                 covariance = _plus(covariance, _MACHINE_VARIANCE, _PLAIN_ALONE)
             else:
-                own.variance += _MACHINE_VARIANCE
+                state.variance += _MACHINE_VARIANCE
             variance += _MACHINE_VARIANCE
-        own.off = self._off = 0
+        state.off = self._off = 0
         # The error is divided among all terms of the step's time; uncertain terms take most of it.
         gain, shared = error / variance, _product(covariance, parts)
-        self._shared = [term + gain * own for term, own in zip(self._shared, shared, strict=True)]
+        self._shared = [term + gain * part for term, part in zip(self._shared, shared, strict=True)]
         self._covariance = _plus(covariance, -1 / variance, shared)
-        own.value += own.variance * gain
-        settled = (own.variance + doubt) / variance  # the part of both that this step removes
-        own.variance -= own.variance * settled
+        state.value += state.variance * gain
+        settled = (state.variance + doubt) / variance  # the part of both that this step removes
+        state.variance -= state.variance * settled
         if doubt:
             for other_rows, other in self._rows.items():
                 if other_rows > self._beyond:
                     other.value += doubt * gain
             self._doubt -= doubt * settled
         # All other rows have changed by the shared terms alone.
-        others = (self._correction(one) - one.in_curve for one in (self._plain, self._widest))
-        change = max(map(abs, (*others, self._correction(own) - own.in_curve)))
+        others = (
+            self._correction(reference) - reference.in_curve
+            for reference in (self._plain, self._widest)
+        )
+        change = max(map(abs, (*others, self._correction(state) - state.in_curve)))
         if doubt > 0 or change > _NOTICEABLE:
             self._forget_curves()
 
@@ -267,37 +270,37 @@ class TimeFilter:
             assumed: whether to include rows that were neither measured nor run.
         """
         exponent = max(self._covariance[2][2], 0.0)
-        found = {}
+        by_context = {}
         for context in self._contexts:
             plain = self._seconds(self._plain, context)
             times = [StepTime(1, plain, self.stddev)]
-            for rows, own in sorted(self._rows.items()):
-                if assumed or rows <= self._measured or own.latest is not None:
-                    seconds = self._seconds(own, context) * math.exp(self._correction(own))
+            for rows, state in sorted(self._rows.items()):
+                if assumed or rows <= self._measured or state.latest is not None:
+                    seconds = self._seconds(state, context) * math.exp(self._correction(state))
                     # Without the doubt, short processes would trust wrong times for ever.
                     doubt = self._doubt_of(rows) / _OWN_SHARE
-                    variance = own.variance + doubt + exponent * own.power**2
+                    variance = state.variance + doubt + exponent * state.power**2
                     times.append(StepTime(rows, seconds, math.sqrt(variance)))
-            found[context] = times
-        return found
+            by_context[context] = times
+        return by_context
 
-    def _seconds(self, own: _Rows, context: int) -> float:
+    def _seconds(self, state: _Rows, context: int) -> float:
         """The measured seconds at a context length."""
-        if len(own.seconds) == 1 or context <= self._contexts[0]:
-            return own.seconds[0]
+        if len(state.seconds) == 1 or context <= self._contexts[0]:
+            return state.seconds[0]
         end = min(bisect(self._contexts, context), len(self._contexts) - 1)
         start, stop = self._contexts[end - 1], self._contexts[end]
-        low, high = own.seconds[end - 1], own.seconds[end]
+        low, high = state.seconds[end - 1], state.seconds[end]
         return low + (high - low) * (context - start) / (stop - start)
 
-    def _correction(self, own: _Rows) -> float:
+    def _correction(self, state: _Rows) -> float:
         """The logarithm of the ratio of a drafted step's time to the measured one."""
-        return self._shared[1] + own.value + self._shared[2] * own.power
+        return self._shared[1] + state.value + self._shared[2] * state.power
 
     def _forget_curves(self) -> None:
         self._curves.clear()
-        for own in (self._plain, *self._rows.values()):
-            own.in_curve = self._correction(own)
+        for state in (self._plain, *self._rows.values()):
+            state.in_curve = self._correction(state)
 
     def _both(self, context: int) -> tuple[CostCurve, CostCurve]:
         """The curve and the hopeful curve at a context length."""
@@ -306,24 +309,24 @@ class TimeFilter:
             known = sorted(self._rows.items())
             costs = _rising(
                 (
-                    self._seconds(own, context) / plain * math.exp(own.in_curve),
-                    own.variance + self._doubt_of(rows),
+                    self._seconds(state, context) / plain * math.exp(state.in_curve),
+                    state.variance + self._doubt_of(rows),
                 )
-                for rows, own in known
+                for rows, state in known
             )
             points, hopeful = [(1, 1.0)], [(1, 1.0)]
-            for (rows, own), cost in zip(known, costs, strict=True):
+            for (rows, state), cost in zip(known, costs, strict=True):
                 points.append((rows, cost))
-                hopeful.append((rows, cost * math.exp(-self._hope(rows, own))))
+                hopeful.append((rows, cost * math.exp(-self._hope(rows, state))))
             curve = _extended(points)
             self._curves[context] = curve, curve if hopeful == points else _extended(hopeful)
         return self._curves[context]
 
-    def _hope(self, rows: int, own: _Rows) -> float:
+    def _hope(self, rows: int, state: _Rows) -> float:
         """The most by which the logarithm of a cost may plausibly be too high."""
-        parts = 0.0, 1.0, own.power
+        parts = 0.0, 1.0, state.power
         shared = _dot(parts, _product(self._covariance, parts))
-        variance = own.variance + self._doubt_of(rows) + shared
+        variance = state.variance + self._doubt_of(rows) + shared
         return _HOPE * max(math.sqrt(max(variance, 0.0)) - _USUAL_ERROR, 0.0)
 
     def _doubt_of(self, rows: int) -> float:
@@ -342,7 +345,7 @@ class TimeFilter:
             self._seconds(self._plain, context) * self.curve(context)(rows) / common
             for context in self._contexts
         ]
-        variance = max((own.variance for own in self._rows.values()), default=0.0)
+        variance = max((state.variance for state in self._rows.values()), default=0.0)
         return _Rows(seconds, variance + _UNSEEN_VARIANCE)
 
     def _learn_noise(self, difference: float) -> None:
@@ -360,8 +363,8 @@ _MACHINE, _DRAFTED, _PLAIN_ALONE = (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, -1.0,
 
 
 # For three numbers, these take a tenth of NumPy's time.
-def _dot(one: Sequence[float], other: Sequence[float]) -> float:
-    return one[0] * other[0] + one[1] * other[1] + one[2] * other[2]
+def _dot(first: Sequence[float], second: Sequence[float]) -> float:
+    return first[0] * second[0] + first[1] * second[1] + first[2] * second[2]
 
 
 def _product(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float]:
@@ -373,8 +376,8 @@ def _plus(
 ) -> list[list[float]]:
     """Add ``factor`` times the outer product of a vector with itself."""
     return [
-        [value + factor * one * other for value, other in zip(row, vector, strict=True)]
-        for row, one in zip(matrix, vector, strict=True)
+        [value + factor * left * right for value, right in zip(row, vector, strict=True)]
+        for row, left in zip(matrix, vector, strict=True)
     ]
 
 
@@ -410,12 +413,14 @@ def _completed(measured: list[dict[int, float]]) -> list[dict[int, float]]:
         measured: for each context length, the shortest first, the times by rows.
     """
     times = measured[:1]
-    for own in measured[1:]:
+    for longer in measured[1:]:
         shorter = times[-1]
-        rows = sorted(own.keys() & shorter.keys())
-        added = np.interp([*shorter], rows, [own[row] - shorter[row] for row in rows])
+        rows = sorted(longer.keys() & shorter.keys())
+        added = np.interp([*shorter], rows, [longer[row] - shorter[row] for row in rows])
         grown = zip(shorter.items(), added.tolist(), strict=True)
-        times.append({r: max(own.get(r, seconds + more), seconds) for (r, seconds), more in grown})
+        times.append(
+            {r: max(longer.get(r, seconds + more), seconds) for (r, seconds), more in grown}
+        )
     return times
 
 
@@ -439,18 +444,18 @@ def joint_times(known: Mapping[int, Sequence[StepTime]], count: int) -> dict[int
     plain, rows = shortest[0].seconds, [time.rows for time in shortest]
     costs = _rising((time.seconds / plain, time.uncertainty**2) for time in shortest[1:])
     curve = CostCurve([(1, 1.0), *zip(rows[1:], costs, strict=True)])
-    widths = sorted({count, *(own for own in rows if own > count), count + WIDEST - 1})
+    widths = sorted({count, *(width for width in rows if width > count), count + WIDEST - 1})
     converted = {}
     for context, times in known.items():
         growth = [time.seconds - first.seconds for time, first in zip(times, shortest, strict=True)]
         added = count * np.interp(np.array(widths) / count, rows, growth)
-        errors = [max(time.uncertainty for time in times if time.rows <= own) for own in widths]
+        errors = [max(time.uncertainty for time in times if time.rows <= width) for width in widths]
         converted[context] = [
             StepTime(
-                own - count + 1,
-                plain * curve(own) + float(more),
+                width - count + 1,
+                plain * curve(width) + float(more),
                 math.hypot(error, _OTHER_SEQUENCES),
             )
-            for own, more, error in zip(widths, added, errors, strict=True)
+            for width, more, error in zip(widths, added, errors, strict=True)
         ]
     return converted
