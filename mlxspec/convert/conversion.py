@@ -213,8 +213,8 @@ def _half_type(config: dict[str, Any], model: nn.Module) -> str | None:
     If it names none: float16 if no tensor has 16 bits, otherwise None.
     """
     stated = [part.get(name) for part in (config, text_of(config)) for name in _DTYPE_NAMES]
-    for named in stated:
-        if (name := str(named).removeprefix("torch.")) in _HALVES:
+    for dtype in stated:
+        if (name := str(dtype).removeprefix("torch.")) in _HALVES:
             return name
     types = {array.dtype for _, array in tree_flatten(model.parameters())}
     return "float16" if types.isdisjoint({mx.float16, mx.bfloat16}) else None

@@ -120,11 +120,11 @@ def load_head_alone(directory: Path) -> tuple[Head, dict[str, Any], str]:
     Raises:
         LoadError: there is no head of a supported kind, or a file is damaged.
     """
-    found = heads.find_head(directory)
-    head, config, about = heads.load_lazily(found), found.config, found.kind.title
-    if found.kind is QwenMTP and not config.get(heads.CONVERTED):
-        tensors = found.tensors()
+    head_files = heads.find_head(directory)
+    head, config, about = heads.load_lazily(head_files), head_files.config, head_files.kind.title
+    if head_files.kind is QwenMTP and not config.get(heads.CONVERTED):
+        tensors = head_files.tensors()
         norms = sum("norm" in name and array.ndim == 1 for name, array in tensors.items())
-        centred = len(norms_centred_at_zero(tensors, found.raw))
+        centred = len(norms_centred_at_zero(tensors, head_files.raw))
         about += f" ({centred} of its {norms} norms were centred at zero, so 1.0 was added to them)"
     return head, {**config, heads.CONVERTED: True}, about

@@ -75,9 +75,9 @@ def tree_mask(
     mask = mx.concatenate([in_cache, ancestors], axis=1)
     if window_size is None:
         return mask
-    own = offset + depths
-    positions = mx.concatenate([cached, own])
-    first_seen = mx.where(own < window_size, 0, own - (window_size - keep) + 1)[:, None]
+    new = offset + depths
+    positions = mx.concatenate([cached, new])
+    first_seen = mx.where(new < window_size, 0, new - (window_size - keep) + 1)[:, None]
     return mask & ((positions < keep) | (positions >= first_seen))
 
 
@@ -438,10 +438,10 @@ def drop_unseen(caches: Iterable[Any]) -> None:
 
 def parts(caches: Iterable[Any]) -> list[Any]:
     """All caches, with each ``CacheList`` of mlx-lm's replaced by its members."""
-    found = []
+    flat = []
     for cache in caches:
-        found += parts(cache.caches) if isinstance(cache, CacheList) else [cache]
-    return found
+        flat += parts(cache.caches) if isinstance(cache, CacheList) else [cache]
+    return flat
 
 
 def cached_length(caches: Iterable[Any]) -> int:
@@ -468,12 +468,14 @@ def smallest_window(caches: Iterable[Any], *, keeping: bool) -> int | None:
 def held_arrays(caches: Iterable[Any]) -> list[mx.array]:
     """The arrays that caches hold. A ``CacheList`` is not searched: pass :func:`parts` instead."""
     # The caches of a layer that are in slots share their arrays.
-    holders = {id(one): one for one in (getattr(cache, "slots", cache) for cache in caches)}
-    found: list[Any] = []
+    holders = {
+        id(holder): holder for holder in (getattr(cache, "slots", cache) for cache in caches)
+    }
+    values: list[Any] = []
     for holder in holders.values():  # mlx's tree_flatten would take many times as long
         for value in vars(holder).values():
-            found += value if isinstance(value, list | tuple) else [value]
-    return [one for one in found if isinstance(one, mx.array)]
+            values += value if isinstance(value, list | tuple) else [value]
+    return [array for array in values if isinstance(array, mx.array)]
 
 
 def is_trimmable(cache: Any) -> bool:
@@ -611,10 +613,10 @@ class Snapshot:
 
     def content_of(self, cache: Any) -> Any:
         """A new cache with the content that one of these caches had."""
-        found = copy.copy(cache)
-        (held,) = (held for own, held in self._held if own is cache)
-        vars(found).update(_copied(cache, held))
-        return found
+        restored = copy.copy(cache)
+        (held,) = (held for original, held in self._held if original is cache)
+        vars(restored).update(_copied(cache, held))
+        return restored
 
     @property
     def arrays(self) -> list[mx.array]:

@@ -114,8 +114,8 @@ def measured_contexts(loaded: LoadedModel, sequences: int = 1) -> list[int]:
     kinds = cache_kinds(loaded)
     position = sequences * sum(kind.count * (kind.bytes_per_position or 0) for kind in kinds)
     in_memory = int(whole_memory() * _SHARE_OF_MEMORY) // max(position, 1)
-    most = min(window // 2, in_memory)
-    while long > most:
+    limit = min(window // 2, in_memory)
+    while long > limit:
         long //= 2
     if long < LONG_CONTEXT:
         return [short]
@@ -291,8 +291,8 @@ class ModelSteps:
         """Run a step with these rows per sequence; return its seconds and the first sequence's
         result.
         """
-        for drafter, own in zip(self._drafters, rows, strict=True):
-            drafter.pipelined, drafter.rows = pipelined, own
+        for drafter, n_rows in zip(self._drafters, rows, strict=True):
+            drafter.pipelined, drafter.rows = pipelined, n_rows
         started = time.perf_counter()
         outcomes = self._batch.step(self._sequences)
         seconds = time.perf_counter() - started
@@ -344,14 +344,14 @@ def costs_for(loaded: LoadedModel) -> LiveCosts:
     begins with these.
     """
     file = cost_file(loaded.model)
-    if found := file.read():
+    if calibrations := file.read():
         _log.info("step times are known from %s", file.path)
     else:
         short = measured_contexts(loaded)[0]
-        found = {short: _measured(loaded, FIRST_USE, short)}
-        file.update(found)
-    split_attention(loaded, split_length(found))
-    return LiveCosts(found, file)
+        calibrations = {short: _measured(loaded, FIRST_USE, short)}
+        file.update(calibrations)
+    split_attention(loaded, split_length(calibrations))
+    return LiveCosts(calibrations, file)
 
 
 def with_long_context(loaded: LoadedModel, costs: LiveCosts) -> LiveCosts:
@@ -367,28 +367,28 @@ def with_long_context(loaded: LoadedModel, costs: LiveCosts) -> LiveCosts:
     known = _measured(loaded, FIRST_LONG_CONTEXT, context)
     if len(known.times) == 1 or noise(known.times):
         return costs
-    found = costs.known() | {context: known}
+    calibrations = costs.known() | {context: known}
     if costs.file:
-        costs.file.update(found)
-    split_attention(loaded, split_length(found))
-    return LiveCosts(found, costs.file)
+        costs.file.update(calibrations)
+    split_attention(loaded, split_length(calibrations))
+    return LiveCosts(calibrations, costs.file)
 
 
 def _measured(loaded: LoadedModel, plan: MeasurementPlan, context: int) -> Calibration:
     known = calibrate(loaded, plan, context=context)
     mx.clear_cache()
-    words = ", ".join(f"T({one.rows}) {1000 * one.seconds:.1f} ms" for one in known.times)
+    words = ", ".join(f"T({t.rows}) {1000 * t.seconds:.1f} ms" for t in known.times)
     _log.info("measured step times after %d tokens: %s", context, words)
     return known
 
 
-def split_length(found: abc.Mapping[int, Calibration]) -> int | None:
+def split_length(calibrations: abc.Mapping[int, Calibration]) -> int | None:
     """The context length from which attention is split; None for never.
 
     It is the geometric mean of the last measured length at which unsplit attention was faster, and
     the first after it at which split attention was.
     """
-    measured_whole = (context for context, known in found.items() if known.split is False)
+    measured_whole = (context for context, known in calibrations.items() if known.split is False)
     whole = max(measured_whole, default=_SHORT_CONTEXT)
-    split = [context for context, known in found.items() if known.split and context > whole]
+    split = [context for context, known in calibrations.items() if known.split and context > whole]
     return math.isqrt(whole * min(split)) if split else None

@@ -86,10 +86,10 @@ def cache_capability(caches: Iterable[Any]) -> Capability:
     Args:
         caches: from mlx-lm's ``make_prompt_cache``.
     """
-    found = parts(map(for_steps, caches))
-    if not all(map(is_trimmable, found)):
+    all_parts = parts(map(for_steps, caches))
+    if not all(map(is_trimmable, all_parts)):
         return Capability.REPLAY
-    trees = all(isinstance(cache, TREE_CACHES) for cache in found)
+    trees = all(isinstance(cache, TREE_CACHES) for cache in all_parts)
     return Capability.TREE if trees else Capability.CHAIN
 
 
@@ -164,10 +164,10 @@ def _verifies_chains(loaded: LoadedModel, capability: Capability) -> bool:
     return cast(bool, (difference <= _most_rounding(one_by_one)).item())
 
 
-def _most_rounding(found: mx.array) -> mx.array:
+def _most_rounding(values: mx.array) -> mx.array:
     """The most that rounding may change these logits, which are in the model's data type."""
-    share = _MOST_ROUNDING_FLOAT32 if found.dtype == mx.float32 else _MOST_ROUNDING_HALF
-    return share * (mx.max(found) - mx.min(found)).astype(mx.float32)
+    share = _MOST_ROUNDING_FLOAT32 if values.dtype == mx.float32 else _MOST_ROUNDING_HALF
+    return share * (mx.max(values) - mx.min(values)).astype(mx.float32)
 
 
 # --- trial steps far inside a context ---
@@ -184,9 +184,9 @@ class _ShiftedCache(ConcatenateKVCache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         offset = self.offset + keys.shape[2]
-        found = super().update_and_fetch(keys, values)
+        entries = super().update_and_fetch(keys, values)
         self.offset = offset
-        return found
+        return entries
 
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None
@@ -231,10 +231,10 @@ def _context(model: nn.Module, length: int, prefix: tuple[int, ...] = _PREFIX) -
     return caches
 
 
-def _filled(own: Any, before: int) -> mx.array:
-    shape = (*own.shape[:2], before, own.shape[3])
-    noise = mx.random.normal(shape, own.dtype, key=mx.random.key(0))
-    return mx.concatenate([noise, own], axis=2)
+def _filled(array: Any, before: int) -> mx.array:
+    shape = (*array.shape[:2], before, array.shape[3])
+    noise = mx.random.normal(shape, array.dtype, key=mx.random.key(0))
+    return mx.concatenate([noise, array], axis=2)
 
 
 def logits(model: nn.Module, tokens: tuple[int, ...], caches: list[Any]) -> mx.array:
@@ -243,9 +243,9 @@ def logits(model: nn.Module, tokens: tuple[int, ...], caches: list[Any]) -> mx.a
     They are evaluated immediately: in a pipeline over several machines, each has its own graph, and
     MLX could run the forwards of one evaluation in different orders.
     """
-    found = finite(model(mx.array(tokens)[None], cache=caches)[0].astype(mx.float32))
-    mx.eval(found)
-    return found
+    result = finite(model(mx.array(tokens)[None], cache=caches)[0].astype(mx.float32))
+    mx.eval(result)
+    return result
 
 
 # --- where a rule for positions changes ---
@@ -346,22 +346,22 @@ def tree_agrees(loaded: LoadedModel, start: int, noise: float) -> bool:
     install(model)
     tokens = mx.array(tree.tokens)[None]
     try:
-        found = forward_at(model, tokens, caches, rows.depths)[0]
+        actual = forward_at(model, tokens, caches, rows.depths)[0]
     except (TypeError, ValueError):
         return False  # a RoPE that accepts only one integer offset
-    found = finite(found.astype(mx.float32))
+    actual = finite(actual.astype(mx.float32))
     agreed = []  # tried to the end: if one machine stopped early, the others would wait for it
     for index, branch in enumerate(_BRANCHES):
         nodes = mx.array([0, *range(1 + index * _DEPTH, 1 + (index + 1) * _DEPTH)])
         expected = logits(model, (_ROOT, *branch), copy.deepcopy(before))
-        agreed.append(_agrees(found[nodes], expected, noise))
+        agreed.append(_agrees(actual[nodes], expected, noise))
     return all(agreed)
 
 
-def _agrees(found: mx.array, expected: mx.array, noise: float) -> bool:
+def _agrees(actual: mx.array, expected: mx.array, noise: float) -> bool:
     """Whether two arrays of logits, (rows, vocabulary), differ by no more than rounding."""
     spread = mx.max(expected) - mx.min(expected)
-    error = mx.max(mx.abs(found - expected))
+    error = mx.max(mx.abs(actual - expected))
     return cast(bool, (error <= 4 * noise + _LEAST_ROUNDING * spread).item())
 
 
@@ -418,22 +418,22 @@ def joint_agrees(loaded: LoadedModel, start: int, noise: float, mode: str) -> bo
         for position, prefix in zip(at, _PREFIXES, strict=True)
     ]
     # All rows are kept, so it does not matter whether the caches can be cut.
-    targets = [Target(loaded, Capability.CHAIN, cache=copy.deepcopy(own)) for own in apart]
+    targets = [Target(loaded, Capability.CHAIN, cache=copy.deepcopy(caches)) for caches in apart]
     joint = Joint(loaded, JointMode(mode))
     recurrent = any(isinstance(part, ArraysCache) for part in parts(apart[0]))
     # Damage to a recurrent state shows only in the next step.
     agreed = []  # tried to the end, as in tree_agrees
     for rows in _JOINT_STEPS if recurrent else _JOINT_STEPS[:1]:
-        expected = [logits(loaded.model, *own) for own in zip(rows, apart, strict=True)]
+        expected = [logits(loaded.model, *arguments) for arguments in zip(rows, apart, strict=True)]
         trees = [DraftTree.chain(tokens[0], tokens[1:]) for tokens in rows]
         try:
-            found, spans = joint.forward([*zip(targets, map(mx.array, rows), trees, strict=True)])
-            found = finite(found.astype(mx.float32))
-            mx.eval(found)
+            actual, spans = joint.forward([*zip(targets, map(mx.array, rows), trees, strict=True)])
+            actual = finite(actual.astype(mx.float32))
+            mx.eval(actual)
         except (AttributeError, IndexError, TypeError, ValueError):
             return False  # the model uses keys, masks or positions in an unsupported way
         agreed += [
-            _agrees(found[span], own, noise) for span, own in zip(spans, expected, strict=True)
+            _agrees(actual[span], alone, noise) for span, alone in zip(spans, expected, strict=True)
         ]
         for target, tree in zip(targets, trees, strict=True):
             target.commit_moved(range(len(tree)))

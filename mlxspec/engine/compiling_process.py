@@ -32,8 +32,8 @@ def main(path: str, seconds: float, memory: int, stack: int, **constraint: Any) 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":  # elsewhere the time limit bounds the memory, too
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        most = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+        limit = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     signal.setitimer(signal.ITIMER_PROF, seconds)
     threading.stack_size(stack)
     threading.Thread(target=lambda: print(json.dumps(tried(**constraint)))).start()
@@ -65,11 +65,11 @@ def tried(
     except (ValueError, RecursionError) as error:
         return "", str(error)
     if lead:
-        own = {"lark_grammar": definition}
+        inner = {"lark_grammar": definition}
         if kind in ("json_schema", "regex"):
-            (own,) = json.loads(definition)["grammars"]
+            (inner,) = json.loads(definition)["grammars"]
         lark = f"start: LEAD? @output\nLEAD: /{lead}/"
-        definition = json.dumps({"grammars": [{"lark_grammar": lark}, {**own, "name": "output"}]})
+        definition = json.dumps({"grammars": [{"lark_grammar": lark}, {**inner, "name": "output"}]})
     tokenizer = _outlined(**outline)
     tokens = LLTokenizer(
         TokenizerWrapper(tokenizer), n_vocab=len(tokenizer.tokens), eos_token=outline["ends"]

@@ -71,10 +71,10 @@ class DraftModel:
         Raises:
             OptionError: the draft model lacks tokens, or has many that the target lacks.
         """
-        own = self.loaded.vocab_size
-        if own < min(tokenizer_size, vocab_size) or abs(own - vocab_size) > _MOST_PADDING:
+        size = self.loaded.vocab_size
+        if size < min(tokenizer_size, vocab_size) or abs(size - vocab_size) > _MOST_PADDING:
             raise OptionError(
-                f"draft_model has a vocabulary of {own} tokens, and the model of {vocab_size}: "
+                f"draft_model has a vocabulary of {size} tokens, and the model of {vocab_size}: "
                 "choose a draft model with the same tokenizer"
             )
 
@@ -115,8 +115,8 @@ class DraftModelDrafts(HeadSource):
         drafts = list(zip(*(cast(list[Any], array.tolist()) for array in drafted), strict=True))
         if behind <= FEW_ROWS:  # catching up on many rows takes longer
             heads[0].experience.record(depth, len(heads), time.perf_counter() - started)
-        for head, (own, _) in zip(heads, drafts, strict=True):
-            head._drafted = own
+        for head, (draft, _) in zip(heads, drafts, strict=True):
+            head._drafted = draft
         return drafts
 
     def observe(self, step: VerifiedStep) -> None:

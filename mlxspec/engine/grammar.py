@@ -58,9 +58,9 @@ class Vocabulary:
             raise OptionError(
                 "constraint: the tokenizer has no token that ends an output; set eos_token_ids"
             )
-        own = tokenizer.eos_token_id
-        if own in self.ends:  # put first the token that the model was trained with
-            self.ends.sort(key=lambda token: token != own)
+        eos_token = tokenizer.eos_token_id
+        if eos_token in self.ends:  # put first the token that the model was trained with
+            self.ends.sort(key=lambda token: token != eos_token)
         special = _special_tokens(tokenizer, vocab_size) | {*self.ends}
         known = min(vocab_size, len(tokenizer))
         bytes_of = [_bytes_of(tokenizer, token) for token in range(known)]
@@ -101,8 +101,8 @@ class Vocabulary:
         if kept is None or kept[0] != key:
             kept = key, cls(tokenizer, vocab_size)
             tokenizer._mlxspec_vocabulary = kept
-        found: Vocabulary = kept[1]
-        return found
+        vocabulary: Vocabulary = kept[1]
+        return vocabulary
 
     def encode(self, text: str) -> list[int]:
         """Encode a text that continues a line, as tokens of exactly its bytes.
@@ -127,15 +127,15 @@ class Vocabulary:
 
     def matcher(self, constraint: Constraint) -> llguidance.LLMatcher:
         """A matcher at the beginning of a constraint; raises as :func:`compiled` does."""
-        found = self._compiled.get(constraint) or self._compile(constraint)
+        matcher = self._compiled.get(constraint) or self._compile(constraint)
         with self._keeping:
             if constraint not in self._compiled:
-                self._compiled[constraint] = found
+                self._compiled[constraint] = matcher
                 self.nbytes += _compiled_bytes(constraint)
             self._compiled.move_to_end(constraint)
             while len(self._compiled) > 1 and self.nbytes > _MOST_KEPT:
                 self.nbytes -= _compiled_bytes(self._compiled.popitem(last=False)[0])
-        return found.deep_copy()
+        return matcher.deep_copy()
 
 
 def _compiled_bytes(constraint: Constraint) -> int:
@@ -146,7 +146,7 @@ def _special_tokens(tokenizer: TokenizerWrapper, vocab_size: int) -> set[int]:
     """The tokens without text: control tokens, and the markers of reasoning and tool calls."""
     special = {*tokenizer.all_special_ids}
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    special |= {token for token, one in added.items() if getattr(one, "special", False)}
+    special |= {token for token, entry in added.items() if getattr(entry, "special", False)}
     names: list[str] = ["[ARGS]"]
     names += reasoning_markers(tokenizer) or ()
     if tokenizer.has_tool_calling:
@@ -166,10 +166,10 @@ def _encoder(tokenizer: TokenizerWrapper) -> Callable[[str], list[int]]:
     backend = getattr(tokenizer._tokenizer, "backend_tokenizer", None)
     if backend is None:
         return lambda text: list(tokenizer.encode(text, add_special_tokens=False))
-    own = copy.deepcopy(backend)  # other code may change the original's settings
-    own.no_padding()
-    own.no_truncation()
-    return lambda text: list(own.encode(text, add_special_tokens=False).ids)
+    encoder = copy.deepcopy(backend)  # other code may change the original's settings
+    encoder.no_padding()
+    encoder.no_truncation()
+    return lambda text: list(encoder.encode(text, add_special_tokens=False).ids)
 
 
 class Grammar:

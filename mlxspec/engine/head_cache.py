@@ -92,7 +92,10 @@ class HeadCache:
         if not self._positions:
             return []
         count = len(self._positions)
-        return [mx.array(self._positions), *(one[:, :, :count] for one in held_arrays(self.caches))]
+        return [
+            mx.array(self._positions),
+            *(array[:, :, :count] for array in held_arrays(self.caches)),
+        ]
 
     def resume(self, saved: Sequence[mx.array], length: int) -> None:
         """Continue after ``length`` positions.
@@ -104,9 +107,9 @@ class HeadCache:
         self._seen = length
         if not saved:
             return
-        own = HeadCache(self._head, self._hidden, 0)
-        own.append(mx.zeros(1, mx.int32), mx.zeros((1, self._head.width)))
-        shapes = [array.shape for array in held_arrays(own.caches)]
+        sample = HeadCache(self._head, self._hidden, 0)
+        sample.append(mx.zeros(1, mx.int32), mx.zeros((1, self._head.width)))
+        shapes = [array.shape for array in held_arrays(sample.caches)]
         places = cast(list[int], saved[0].tolist()) if saved[0].ndim == 1 else []
         fitting = [(*shape[:2], len(places), *shape[3:]) for shape in shapes]
         rising = sorted({place for place in places if 0 <= place < length})
@@ -163,8 +166,8 @@ class HeadCache:
             return
         self.append(tokens[1:], features[:-1])
         last = self._unseen[-1]
-        own = last._replace(accepted=last.accepted[-1:])
-        states = [mx.contiguous(own.taken(array, own.first)) for array in own.states]
+        last_row = last._replace(accepted=last.accepted[-1:])
+        states = [mx.contiguous(last_row.taken(array, last_row.first)) for array in last_row.states]
         self.has_seen([_UnseenRows(tokens[-1:], states, 0, (0,))])
 
     def append(self, tokens: mx.array, features: mx.array) -> None:

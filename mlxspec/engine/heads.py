@@ -76,10 +76,10 @@ class TrainedHead:
 
     def small_caches(self) -> list[Any]:
         """The head's caches with a single lazy entry, which shows how much memory one takes."""
-        own = self.new_cache(0)
+        cache = self.new_cache(0)
         dtype = self.head.embed(mx.array([0])).dtype
-        own.append(mx.zeros(1, mx.int32), mx.zeros((1, self.head.width), dtype))
-        return own.caches
+        cache.append(mx.zeros(1, mx.int32), mx.zeros((1, self.head.width), dtype))
+        return cache.caches
 
     @functools.cached_property
     def experience(self) -> HeadExperience:
@@ -92,11 +92,11 @@ class TrainedHead:
         drafts.begin([0] * 8)
         with mx.stream(generation_stream):
             target.prefill([0] * 8)
-            first, most = (
+            first, full = (
                 min(self._timed(drafts, depth) for _ in range(_TIMED_DRAFTS))
                 for depth in (1, self.head.most)
             )
-        further = max(0.0, most - first) / max(1, self.head.most - 1)
+        further = max(0.0, full - first) / max(1, self.head.most - 1)
         return HeadExperience(first, further, self.head.most)
 
     def _timed(self, drafts: HeadDrafts, depth: int) -> float:
@@ -183,8 +183,8 @@ class TrainedHead:
         spans = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
         layers = [JointCache(layer, spans, JointMode.SPLIT) for layer in zip(*caches, strict=True)]
         positions = [
-            own[0].offset + row
-            for own, count in zip(caches, counts, strict=True)
+            layer_caches[0].offset + row
+            for layer_caches, count in zip(caches, counts, strict=True)
             for row in range(count)
         ]
         returned: list[mx.array] = []
@@ -211,7 +211,7 @@ def attach_head(head: Head, model: nn.Module) -> TrainedHead | None:
         _ = trained.experience
     except Exception as error:  # the classes of heads and models may raise anything
         reason = one_line(error) or type(error).__name__
-        if head.asked:
+        if head.requested:
             about = f"the head, {head.title}, cannot draft for this model"
             raise LoadError(f"{about} ({reason}); leave it out") from error
         _log.warning(LEFT_OUT, reason)
@@ -249,17 +249,17 @@ def _share(head: Head, model: nn.Module) -> None:
         del head["embed_tokens"]
 
 
-def _is_copy(own: nn.Module, theirs: nn.Module) -> bool:
+def _is_copy(head_layer: nn.Module, target_layer: nn.Module) -> bool:
     """Whether a head's layer has the weights of its target's.
 
     If one of them is quantised, the other one is quantised in the same way first. Then a few
     weights may be rounded otherwise, since the originals had different 16-bit types.
     """
-    quantised = next((layer for layer in (own, theirs) if "scales" in layer), None)
-    if len(own.weight) != len(theirs.weight):
+    quantised = next((layer for layer in (head_layer, target_layer) if "scales" in layer), None)
+    if len(head_layer.weight) != len(target_layer.weight):
         return False
-    for start in range(0, len(own.weight), _COMPARED_ROWS):
-        first, second = (_rows(layer, start, quantised) for layer in (own, theirs))
+    for start in range(0, len(head_layer.weight), _COMPARED_ROWS):
+        first, second = (_rows(layer, start, quantised) for layer in (head_layer, target_layer))
         if first.shape != second.shape:
             return False
         difference, size = mx.abs(first - second).sum(), mx.abs(second).sum()
@@ -294,11 +294,11 @@ def choose(
         logits: the head's, (sequences, vocabulary).
         place: the number of tokens that have been drafted.
     """
-    own = [
+    member_values = [
         draft_values(logits[index : index + 1], place, member.target, member.perturb)
         for index, member in enumerate(members)
     ]
-    values = mx.concatenate([array.astype(mx.float32) for array in own])
+    values = mx.concatenate([array.astype(mx.float32) for array in member_values])
     confidence = mx.exp(values.max(axis=-1) - mx.logsumexp(values, axis=-1))
     return mx.argmax(values, axis=-1), confidence
 

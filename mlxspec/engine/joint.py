@@ -103,7 +103,7 @@ class Joint:
             ordered.sort(key=lambda member: self._seated.index(member[0]))
         ends = [*itertools.accumulate(len(tree) for *_, tree in ordered)]
         spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        own = {target: span for (target, *_), span in zip(ordered, spans, strict=True)}
+        span_of = {target: span for (target, *_), span in zip(ordered, spans, strict=True)}
         positions: list[int] = []
         tape = None
         with ExitStack() as masked:
@@ -127,8 +127,8 @@ class Joint:
             logits = forward_at(self.model, rows, layers, at, tape, self.loaded.split_from)
         for target, tokens, _ in members:
             if target.head:
-                target.head.note(tokens, own[target].start)
-        return logits.reshape(len(positions), -1), [own[target] for target, *_ in members]
+                target.head.note(tokens, span_of[target].start)
+        return logits.reshape(len(positions), -1), [span_of[target] for target, *_ in members]
 
     def join(self, target: Target) -> None:
         """Move a target's caches into slots if all of them are plain and the padding stays small.
@@ -162,10 +162,10 @@ class Joint:
         lengths, kept = [other.length for other in self._seated], []
         # Layer by layer, so that only one layer is in memory twice.
         for cache, moving in zip(target.cache, last.cache, strict=True):
-            own = TreeKVCache()
-            own.update_and_fetch(*cache.keys_and_values())
-            mx.eval(own.state)  # before the slot is reused
-            kept.append(own)
+            new_cache = TreeKVCache()
+            new_cache.update_and_fetch(*cache.keys_and_values())
+            mx.eval(new_cache.state)  # before the slot is reused
+            kept.append(new_cache)
             if last is not target:
                 moving.move(slot)
             if not lengths or moving.slots.capacity > self._most(lengths):
@@ -189,8 +189,8 @@ class Joint:
 
     def _most(self, lengths: Sequence[int]) -> float:
         """The most positions that the slots may hold for contexts of these lengths."""
-        own = sum(map(whole_steps, lengths))
-        return min(_MOST_PADDING * own + _SHORT, own + self._spare)
+        needed = sum(map(whole_steps, lengths))
+        return min(_MOST_PADDING * needed + _SHORT, needed + self._spare)
 
 
 def joint_for(loaded: LoadedModel, mode: JointMode, spare: int | None = None) -> Joint:
@@ -205,7 +205,7 @@ def _of_layer(
     """The stand-in for one layer's caches. The arguments are as for :class:`JointCache`."""
     if isinstance(members[0], CacheList):
         lists = zip(*(member.caches for member in members), strict=True)
-        return CacheList(*(_of_layer(each, spans, mode, tape) for each in lists))
+        return CacheList(*(_of_layer(caches, spans, mode, tape) for caches in lists))
     if isinstance(members[0], ArraysCache):
         return JointStates(members, spans, tape)
     return JointCache(members, spans, mode)
@@ -280,10 +280,10 @@ class JointCache:
         Returns:
             the result of ``attention``, for all rows.
         """
-        own = functools.partial(attention, scale=scale, sinks=sinks)
+        scaled_attention = functools.partial(attention, scale=scale, sinks=sinks)
         masks = mask if isinstance(mask, list) else [mask] * len(self._members)
         outputs = [
-            own(queries[:, :, span], *held, cache=member, mask=own_mask)
+            scaled_attention(queries[:, :, span], *held, cache=member, mask=own_mask)
             for (member, span), held, own_mask in zip(
                 self._members, self._entries, masks, strict=True
             )
@@ -333,15 +333,15 @@ class JointStates:
         batches: dict[Any, list[tuple[ArraysCache, range]]] = {}
         for member, span in zip(members, spans, strict=True):
             begun = tuple(array is not None for array in member.cache)
-            own = range(span.start, span.stop)
-            batches.setdefault((len(own), begun), []).append((member, own))
+            rows = range(span.start, span.stop)
+            batches.setdefault((len(rows), begun), []).append((member, rows))
         self._batches = [
-            ([member for member, _ in batch], mx.array([[*own] for _, own in batch]))
+            ([member for member, _ in batch], mx.array([[*rows] for _, rows in batch]))
             for batch in batches.values()
         ]
         """For each batch, its caches, and the indices of its rows, (sequences, rows of each)."""
         self._n_rows = spans[-1].stop
-        order = [row for batch in batches.values() for _, own in batch for row in own]
+        order = [row for batch in batches.values() for _, rows in batch for row in rows]
         self._places = mx.array(np.argsort(order))
         """For each row of the forward, its index when the rows of all batches are concatenated."""
 
@@ -352,13 +352,13 @@ class JointStates:
         raise TypeError("run this block on one batch of sequences at a time")
 
     def run_block(
-        self, block: Callable[..., Any], args: Sequence[Any], named: dict[str, Any]
+        self, block: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Call a block: once per batch if it reads states itself, otherwise once.
 
         Args:
             block: returns one or more arrays.
-            args, named: its arguments, one of which is this object. Arrays with all rows,
+            args, kwargs: its arguments, one of which is this object. Arrays with all rows,
                 (1, rows, …), are split into batches; other arguments are passed on unchanged.
 
         Returns:
@@ -366,14 +366,14 @@ class JointStates:
         """
         if block not in _readers:
             try:
-                return block(*args, **named)
+                return block(*args, **kwargs)
             except TypeError:
                 _readers.add(block)
         outputs = []
         for members, rows in self._batches:
             states = _joined(members)
-            own = functools.partial(self._of_batch, states, rows)
-            outputs.append(block(*map(own, args), **{name: own(named[name]) for name in named}))
+            pick = functools.partial(self._of_batch, states, rows)
+            outputs.append(block(*map(pick, args), **{name: pick(kwargs[name]) for name in kwargs}))
             if self._tape:
                 self._tape.assign(states.cache, members, rows.shape[1])
             for place, member in enumerate(members):

@@ -25,7 +25,7 @@ def enforceable(schema: Any, lenient: bool = False) -> Any:
             JSON does not have, too.
     """
     if isinstance(schema, list):
-        return [enforceable(one, lenient) for one in schema]
+        return [enforceable(item, lenient) for item in schema]
     if not isinstance(schema, dict):
         return schema
     kept: dict[str, Any] = {}
@@ -33,9 +33,9 @@ def enforceable(schema: Any, lenient: bool = False) -> Any:
         if key in _VALUES:
             kept[key] = value
         elif key in _NAMED and isinstance(value, dict):
-            inside = {name: enforceable(one, lenient) for name, one in value.items()}
+            inside = {name: enforceable(subschema, lenient) for name, subschema in value.items()}
             if lenient and key == "patternProperties":
-                inside = {name: one for name, one in inside.items() if _is_plain(name)}
+                inside = {name: subschema for name, subschema in inside.items() if _is_plain(name)}
             kept[key] = inside
         elif not _is_note(key, value, lenient):
             kept[key] = enforceable(value, lenient)
@@ -48,8 +48,8 @@ def _is_note(key: str, value: Any, lenient: bool) -> bool:
     if lenient and key == "pattern":
         return not _is_plain(value)
     if lenient and key == "type":
-        named = value if isinstance(value, list) else [value]
-        return not all(isinstance(one, str) and one in _TYPES for one in named)
+        types = value if isinstance(value, list) else [value]
+        return not all(isinstance(name, str) and name in _TYPES for name in types)
     return False
 
 

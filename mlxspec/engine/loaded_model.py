@@ -200,7 +200,7 @@ class LoadedModel:
         key = [code.hexdigest(), machine_identity(), model_identity(self.model), ranks]
         return cache_directory() / "findings" / file_name(key)
 
-    def _keep(self, **found: Any) -> None:
-        self.findings = replace(self.findings, **found)
+    def _keep(self, **findings: Any) -> None:
+        self.findings = replace(self.findings, **findings)
         if self._path:
             write_among_newest(self._path, self.findings)

@@ -66,17 +66,17 @@ def miniature(model: nn.Module) -> nn.Module | None:
     depth = 1 + max(kinds.index(kind) for kind in kinds)
     depth = min(len(kinds), max(2, depth))
     wanted, tokens = _rules(model), _least_vocabulary(model)
-    most = max(_MOST_SHARE * _nbytes(model), _SMALL)
+    max_bytes = max(_MOST_SHARE * _nbytes(model), _SMALL)
     for shrink in (_narrow, _flat):
         for layers in dict.fromkeys((depth, len(kinds))):
             small = copy.deepcopy(settings)
             try:
                 _shrink(small, len(kinds), layers, tokens, shrink)
-                found = _random(type(model), small, model, most)
-                _as_loaded(found, model)
-                mx.eval(found(mx.array([[0, 1]]), cache=make_prompt_cache(found)))
-                if _rules(found) == wanted:
-                    return found
+                candidate = _random(type(model), small, model, max_bytes)
+                _as_loaded(candidate, model)
+                mx.eval(candidate(mx.array([[0, 1]]), cache=make_prompt_cache(candidate)))
+                if _rules(candidate) == wanted:
+                    return candidate
             except Exception as error:  # a class may require any relation between its settings
                 _log.debug("no miniature with %d layers: %s", layers, error)
     return None
@@ -130,7 +130,7 @@ def _least_vocabulary(model: nn.Module) -> int:
         if name.startswith("_") and isinstance(value, mx.array)
         if mx.issubdtype(value.dtype, mx.integer)
     ]
-    return max([_TOKENS, *(1 + cast(int, most.item()) for most in ids)])
+    return max([_TOKENS, *(1 + cast(int, highest.item()) for highest in ids)])
 
 
 def _fewer_experts(fields: dict[str, Any]) -> None:
@@ -185,25 +185,25 @@ _LIVELY = 4.0  # with MLX's small initial weights, the context would hardly matt
 _LEFT_AS_THEY_ARE = "embed", "wte", "conv", "lm_head", "gate.weight"
 
 
-def _random(kind: type[nn.Module], settings: Any, like: nn.Module, most: float) -> nn.Module:
+def _random(kind: type[nn.Module], settings: Any, like: nn.Module, max_bytes: float) -> nn.Module:
     """A model of this class with random weights, in the data type of another model.
 
     Raises:
-        ValueError: it would have more than ``most`` bytes.
+        ValueError: it would have more than ``max_bytes`` bytes.
     """
     with restored_mlx_state():
         mx.random.seed(0)
-        found = kind(settings)
-        found.eval()
-        if _nbytes(found) > most:  # before the weights take any memory
+        candidate = kind(settings)
+        candidate.eval()
+        if _nbytes(candidate) > max_bytes:  # before the weights take any memory
             raise ValueError("too large")
-        found.update(tree_map_with_path(_livelier, found.parameters()))
-        mx.eval(found.parameters())
+        candidate.update(tree_map_with_path(_livelier, candidate.parameters()))
+        mx.eval(candidate.parameters())
     types = {array.dtype for _, array in tree_flatten(like.parameters())}
     floats = [kind for kind in types if mx.issubdtype(kind, mx.floating)]
     if len(floats) == 1:
-        found.set_dtype(floats[0])
-    return found
+        candidate.set_dtype(floats[0])
+    return candidate
 
 
 def _as_loaded(small: nn.Module, model: nn.Module) -> None:
@@ -212,10 +212,10 @@ def _as_loaded(small: nn.Module, model: nn.Module) -> None:
     """
     loaded = dict(model.named_modules())
     for path, module in small.named_modules():
-        if own := loaded.get(path):
-            for name in [*module.children().keys() - own.children().keys()]:
+        if loaded_module := loaded.get(path):
+            for name in [*module.children().keys() - loaded_module.children().keys()]:
                 del module[name]
-            for name, value in vars(own).items():
+            for name, value in vars(loaded_module).items():
                 if isinstance(value, bool):
                     setattr(module, name, value)
 
@@ -259,9 +259,9 @@ def _modules(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """A module's parts with their paths; a linear layer's own parts, such as adapters, are left
     out.
     """
-    found = module.named_modules()
-    linear = [f"{path}." for path, part in found if _class_name(part) == "Linear"]
-    return [(path, part) for path, part in found if not path.startswith(tuple(linear))]
+    modules = module.named_modules()
+    linear = [f"{path}." for path, part in modules if _class_name(part) == "Linear"]
+    return [(path, part) for path, part in modules if not path.startswith(tuple(linear))]
 
 
 def _class_name(module: nn.Module) -> str:

@@ -69,9 +69,9 @@ def named_positions(model: nn.Module) -> set[int]:
     They are lengths, the sizes of windows and chunks, the ends of scalings, and the start of sparse
     attention.
     """
-    found = _numbers(settings_of(model), lambda name: any(word in name for word in _WORDS))
-    found |= {context_length(model) or 0, sparse_crossing(model) or 0}
-    return {number for number in found if number in _NUMBERS}
+    numbers = _numbers(settings_of(model), lambda name: any(word in name for word in _WORDS))
+    numbers |= {context_length(model) or 0, sparse_crossing(model) or 0}
+    return {number for number in numbers if number in _NUMBERS}
 
 
 def crossings(model: nn.Module) -> list[int]:
@@ -112,7 +112,7 @@ def _extended(stated: float, settings: Any) -> float:
 
 def _numbers(settings: Any, wanted: Callable[[str], bool]) -> set[int]:
     """All numbers in nested settings whose name is wanted."""
-    found = set()
+    numbers = set()
     left = [("", settings)]
     while left:
         name, value = left.pop()
@@ -123,8 +123,8 @@ def _numbers(settings: Any, wanted: Callable[[str], bool]) -> set[int]:
         elif is_dataclass(value):
             left += vars(value).items()
         elif wanted(name) and (number := _number(value)):
-            found.add(int(number))
-    return found
+            numbers.add(int(number))
+    return numbers
 
 
 def settings_of(model: nn.Module) -> Any:

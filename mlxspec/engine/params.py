@@ -158,8 +158,8 @@ class SamplingParams:
     @property
     def allows_drafts(self) -> bool:
         """Whether processors and sampler may be called for tokens that turn out to be wrong."""
-        own = [*(self.logits_processors or ()), *filter(None, [self.sampler])]
-        return all(map(_is_pure, own))
+        functions = [*(self.logits_processors or ()), *filter(None, [self.sampler])]
+        return all(map(_is_pure, functions))
 
 
 _LONGEST_TEXT = 1_000_000  # characters in a schema, regex or grammar
@@ -253,7 +253,7 @@ class Constraint:
         Raises:
             OptionError: there are no choices, or one of them is not text.
         """
-        if not choices or not all(isinstance(one, str) for one in choices):
+        if not choices or not all(isinstance(text, str) for text in choices):
             raise OptionError("choices must be a list of at least one text")
         return cls.regex("|".join(map(re.escape, choices)))
 
@@ -349,9 +349,9 @@ _KINDS: dict[str, tuple[Any, str]] = {
 
 def _check(params: SamplingParams | CacheOptions) -> None:
     """Refuse values of a wrong type or out of range."""
-    for own in fields(params):
-        name, value = own.name, getattr(params, own.name)
-        kind, _, optional = str(own.type).partition(" | ")
+    for declared in fields(params):
+        name, value = declared.name, getattr(params, declared.name)
+        kind, _, optional = str(declared.type).partition(" | ")
         if kind not in _KINDS or (optional and value is None):
             continue
         needed, noun = _KINDS[kind]

@@ -123,15 +123,15 @@ class Tape:
                 axis.
             rows: the number of rows of each sequence.
         """
-        found: list[_Call] = []
+        calls: list[_Call] = []
         for state in states:
             call = next((call for call in self._calls if call[0](state, rows)), None)
             if call is None:
                 return
             self._calls.remove(call)
-            found.append(call)
+            calls.append(call)
         for place, member in enumerate(members):
-            self._calls_of[id(member)] = found, rows, slice(place, place + 1)
+            self._calls_of[id(member)] = calls, rows, slice(place, place + 1)
 
     def states_after(self, rows: int, caches: Iterable[Any]) -> list[list[mx.array]] | None:
         """The states of recurrent layers after the first rows of a sequence.
@@ -293,10 +293,10 @@ def _attending(attention: Function) -> Function:
     def attend(queries: mx.array, keys: Any, *args: Any, **kwargs: Any) -> mx.array:
         """Compute attention, by ``keys.attend`` if it exists; split it if that is set."""
         least_keys = _split_from.get()
-        own = attention if least_keys is None else functools.partial(_split, attention, least_keys)
+        run = attention if least_keys is None else functools.partial(_split, attention, least_keys)
         if _positions.get() is None or not hasattr(keys, "attend"):
-            return own(queries, keys, *args, **kwargs)
-        return keys.attend(own, queries, *args, **kwargs)
+            return run(queries, keys, *args, **kwargs)
+        return keys.attend(run, queries, *args, **kwargs)
 
     return attend
 
@@ -323,12 +323,12 @@ def _split(
         keys, values: (batch, key heads, entries, head_dim); they end with those of the rows.
         mask: (…, rows or 1, entries), "causal", or None if all rows see all entries.
     """
-    own = functools.partial(attention, cache=cache, scale=scale, sinks=sinks)
+    run = functools.partial(attention, cache=cache, scale=scale, sinks=sinks)
     rows, entries = queries.shape[2], keys.shape[2] if isinstance(keys, mx.array) else 0
     fused = entries >= max(least_keys, 1)
     width = min(_FUSED_ROWS, _FUSED_QUERIES * keys.shape[1] // queries.shape[1]) if fused else rows
     if not 0 < width < rows:
-        return own(queries, keys, values, mask=mask)
+        return run(queries, keys, values, mask=mask)
     if isinstance(mask, mx.array):  # it may have a single row, for all rows
         mask = mx.broadcast_to(mask, (*mask.shape[:-2], rows, mask.shape[-1]))
     outputs = []
@@ -338,7 +338,7 @@ def _split(
         # With a causal mask, a row sees the entries up to its own; an array covers all entries.
         seen = entries - rows + end if isinstance(mask, str) else entries
         outputs.append(
-            own(queries[:, :, start:end], keys[:, :, :seen], values[:, :, :seen], mask=of_rows)
+            run(queries[:, :, start:end], keys[:, :, :seen], values[:, :, :seen], mask=of_rows)
         )
     return mx.concatenate(outputs, axis=2)
 

@@ -374,10 +374,10 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
     Raises:
         FileError: the number of layers or the shapes differ.
     """
-    own = make_prompt_cache(model)
-    model(mx.array([[0]]), cache=own)
+    fresh = make_prompt_cache(model)
+    model(mx.array([[0]]), cache=fresh)
     with suppress(ValueError, NotImplementedError):  # another length, or a cache never quantised
-        if all(_fits(*pair) for pair in zip(parts(cache), parts(own), strict=True)):
+        if all(_fits(*pair) for pair in zip(parts(cache), parts(fresh), strict=True)):
             return
     raise FileError(
         f"{source} was made by a different model: its shapes do not fit; name the model that made "
@@ -385,15 +385,15 @@ def check_fits(cache: Sequence[Any], model: nn.Module, source: str) -> None:
     )
 
 
-def _fits(cache: Any, own: Any) -> bool:
+def _fits(cache: Any, fresh: Any) -> bool:
     """Whether a cache can be what the model's own cache becomes after more tokens.
 
     Options can bound or quantise a plain cache. Apart from that, the layouts must be the same.
     """
-    if isinstance(cache, QuantizedKVCache) and hasattr(own, "to_quantized"):
-        own = own.to_quantized(cache.group_size, cache.bits)
-    alike = type(cache) is type(own) or {type(cache), type(own)} <= _ATTENTION
-    return alike and _layout(cache) == _layout(own)
+    if isinstance(cache, QuantizedKVCache) and hasattr(fresh, "to_quantized"):
+        fresh = fresh.to_quantized(cache.group_size, cache.bits)
+    alike = type(cache) is type(fresh) or {type(cache), type(fresh)} <= _ATTENTION
+    return alike and _layout(cache) == _layout(fresh)
 
 
 def _layout(cache: Any) -> dict[str, tuple[int, ...]]:
@@ -401,8 +401,10 @@ def _layout(cache: Any) -> dict[str, tuple[int, ...]]:
 
     Integer arrays in a recurrent state hold tokens of the context, whose number varies.
     """
-    arrays = {name: one for name, one in tree_flatten(cache.state) if isinstance(one, mx.array)}
+    arrays = {
+        name: array for name, array in tree_flatten(cache.state) if isinstance(array, mx.array)
+    }
     if not isinstance(cache, ArraysCache):
-        return {name: (*one.shape[:2], *one.shape[3:]) for name, one in arrays.items()}
-    is_state = {name: mx.issubdtype(one.dtype, mx.floating) for name, one in arrays.items()}
-    return {name: one.shape if is_state[name] else () for name, one in arrays.items()}
+        return {name: (*array.shape[:2], *array.shape[3:]) for name, array in arrays.items()}
+    is_state = {name: mx.issubdtype(array.dtype, mx.floating) for name, array in arrays.items()}
+    return {name: array.shape if is_state[name] else () for name, array in arrays.items()}

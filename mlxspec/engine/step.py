@@ -436,7 +436,7 @@ def joint_step(
     except Exception as error:  # of the forward that all share
         return [sequence.fault or error for sequence in sequences]
     steps = each(lambda sequence: sequence.commit(accepted[sequence]), accepted)
-    return [steps[own] if own.fault is None else own.fault for own in sequences]
+    return [steps[sequence] if sequence.fault is None else sequence.fault for sequence in sequences]
 
 
 def dispatch(
@@ -474,8 +474,10 @@ def dispatch(
         if shares:
             choices, logprobs = sequences[0].chooser.choose(logits, ())
             split = zip(_split(choices, spans), _split(logprobs, spans), strict=True)
-            for forward, (chosen_tokens, own) in zip(forwards.values(), split, strict=True):
-                forward.set_choices(chosen_tokens, own, greedy=True)
+            for forward, (chosen_tokens, chosen_logprobs) in zip(
+                forwards.values(), split, strict=True
+            ):
+                forward.set_choices(chosen_tokens, chosen_logprobs, greedy=True)
         else:
             for forward, span in zip(forwards.values(), spans, strict=True):
                 forward.logits = logits[span]
@@ -519,7 +521,7 @@ def dispatch_next(sequences: Iterable[Sequence], joint: Joint | None) -> None:
 
 def move_accepted(accepted: abc.Mapping[Sequence, Accepted]) -> None:
     """Move the accepted rows to their places in the caches, for all sequences at once."""
-    moved = [s.target.to_move(own.rows) for s, own in accepted.items() if len(s.tree) > 1]
+    moved = [s.target.to_move(result.rows) for s, result in accepted.items() if len(s.tree) > 1]
     if moved:
         with mx.stream(generation_stream):
             move_rows(moved)
@@ -614,7 +616,7 @@ class Batch:
         self, sequences: abc.Sequence[Sequence], others_join: bool
     ) -> list[VerifiedStep | Exception]:
         started = time.perf_counter()
-        planners = {s: own for s in sequences if (own := s.planner) and not own.failed}
+        planners = {s: planner for s in sequences if (planner := s.planner) and not planner.failed}
         costs, plans = None, [NO_PLAN] * len(planners)
         if planners and (planned := self._planned(lambda: self._plan(sequences, planners))):
             costs, plans = planned
@@ -647,16 +649,16 @@ class Batch:
         planner, count = sequence.planner, step.sequences
         if planner is None:
             return math.nan
-        own, rows = planner.costs, 1 + step.rows - count
-        cost = self._planned(lambda: self._costs_for(own, count).curve(rows) + planner.head_time)
+        alone, rows = planner.costs, 1 + step.rows - count
+        cost = self._planned(lambda: self._costs_for(alone, count).curve(rows) + planner.head_time)
         return cost or math.nan
 
-    def _costs_for(self, own: Costs, count: int) -> Costs:
-        """The costs of steps that ``count`` sequences share; ``own`` are the costs of one."""
+    def _costs_for(self, alone: Costs, count: int) -> Costs:
+        """The costs of steps that ``count`` sequences share; ``alone`` are the costs of one."""
         if count == 1:
-            return own
+            return alone
         if count not in self._costs_of:
-            self._costs_of[count] = own.for_sequences(count)
+            self._costs_of[count] = alone.for_sequences(count)
         return self._costs_of[count]
 
     def _plan(

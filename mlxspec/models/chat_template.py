@@ -32,7 +32,7 @@ def reserved_arguments() -> set[str]:
     from transformers import PreTrainedTokenizerBase
 
     functions = (apply_template, PreTrainedTokenizerBase.apply_chat_template)
-    return {name for one in functions for name in inspect.signature(one).parameters}
+    return {name for function in functions for name in inspect.signature(function).parameters}
 
 
 def apply_template(tokenizer: TokenizerWrapper, messages: Messages, **how: Any) -> str:

@@ -157,16 +157,16 @@ def download(repository: str, revision: str | None, *, weights: Collection[str])
 
     patterns = [*_TOKENIZER_AND_SETTINGS, *weights]
     try:
-        found = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        directory = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except Exception as error:  # the HTTP library differs between versions of huggingface-hub
         reason = one_line(error) or type(error).__name__
         problem = _DOWNLOAD_PROBLEMS.get(
             type(error).__name__, f"the download failed ({reason}); run it again to resume it"
         )
         raise LoadError(f"{repository}: {problem}") from error
-    if weights and not any(file for pattern in weights for file in found.glob(pattern)):
+    if weights and not any(file for pattern in weights for file in directory.glob(pattern)):
         raise LoadError(f"{repository}: no {WEIGHTS}, or the Hub cannot be reached; {_USE_MLX}")
-    return found
+    return directory
 
 
 _DOWNLOAD_PROBLEMS = {
@@ -320,13 +320,13 @@ def check_weights_file(path: Path) -> dict[str, mx.array]:
 
 def _unsupported_type(path: Path, kind: str) -> str:
     """The error about the first tensor of a whole file whose type is one that MLX cannot read."""
-    name = next(name for name, own in tensor_types(path).items() if own == kind)
-    named = f"the tensor {printable(name)} has the type {kind}"
+    name = next(name for name, tensor_type in tensor_types(path).items() if tensor_type == kind)
+    problem = f"the tensor {printable(name)} has the type {kind}"
     if kind == "F64":
         remedy = "convert the model with `mlxspec convert`, which casts it"
     else:
         remedy = "use the original in 16 bits, and quantise it with `mlxspec convert -q`"
-    return f"{named}, which MLX cannot read; {remedy}"
+    return f"{problem}, which MLX cannot read; {remedy}"
 
 
 def tensor_types(path: Path) -> dict[str, str]:

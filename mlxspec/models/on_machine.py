@@ -47,10 +47,12 @@ def cached_repositories() -> Iterator[tuple[str, Path]]:
         repositories = scan_cache_dir().repos
     except CacheNotFound:
         return
-    for one in sorted(repositories, key=lambda one: one.repo_id.lower()):
-        revisions = sorted(one.revisions, key=lambda own: ("main" in own.refs, own.last_modified))
-        if one.repo_type == "model" and revisions:
-            yield one.repo_id, revisions[-1].snapshot_path
+    for repo in sorted(repositories, key=lambda repo: repo.repo_id.lower()):
+        revisions = sorted(
+            repo.revisions, key=lambda revision: ("main" in revision.refs, revision.last_modified)
+        )
+        if repo.repo_type == "model" and revisions:
+            yield repo.repo_id, revisions[-1].snapshot_path
 
 
 def models_in(folder: Path) -> Iterator[tuple[str, Path]]:

@@ -154,7 +154,7 @@ def _older_template(directory: Path) -> dict[str, Any]:
         return {}
     if settings.is_file() and read_json_object(settings).get("chat_template"):
         return {}
-    return {name: one for name, one in read_json_object(older).items() if name == "chat_template"}
+    return {name: text for name, text in read_json_object(older).items() if name == "chat_template"}
 
 
 def _load(
@@ -192,9 +192,9 @@ def write_tokenizer(source: Path, target: Path) -> None:
         )
     tokenizer, settings = build_tokenizer(paths[0])
     own_settings = source / "tokenizer_config.json"
-    own = read_json_object(own_settings) if own_settings.is_file() else {}
-    settings |= {key: own[key] for key in _KEPT_SETTINGS & own.keys()} | _older_template(source)
-    added = own.get("added_tokens_decoder") or {}
+    given = read_json_object(own_settings) if own_settings.is_file() else {}
+    settings |= {key: given[key] for key in _KEPT_SETTINGS & given.keys()} | _older_template(source)
+    added = given.get("added_tokens_decoder") or {}
     for index in sorted(map(int, added)):
         token = added[str(index)]
         if index >= tokenizer.get_vocab_size():  # smaller ids are the model's own pieces
@@ -227,11 +227,11 @@ class VocabularyClasses(dict[int, int]):
         return self._size
 
     def __missing__(self, token: int) -> int:
-        found = SPECIAL
+        token_class = SPECIAL
         if token not in self._special:
-            found = class_of(self._tokenizer.convert_ids_to_tokens(token) or "")
-        self[token] = found
-        return found
+            token_class = class_of(self._tokenizer.convert_ids_to_tokens(token) or "")
+        self[token] = token_class
+        return token_class
 
 
 def token_name(tokenizer: TokenizerWrapper, token: int) -> str | None:
@@ -284,10 +284,10 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 def detokenizer_of(wrapper: TokenizerWrapper) -> Any:
     """A new detokenizer without any text: ours, or mlx-lm's if mlx-lm loaded the tokenizer."""
-    own = getattr(wrapper, "_mlxspec_detokenizer", None)
-    if own is None:
+    detokenizer = getattr(wrapper, "_mlxspec_detokenizer", None)
+    if detokenizer is None:
         return wrapper.detokenizer
-    fresh = copy.copy(own)
+    fresh = copy.copy(detokenizer)
     fresh.reset()
     return fresh
 
@@ -297,11 +297,13 @@ def token_bytes(wrapper: TokenizerWrapper, token: int) -> bytes:
 
     They include leading spaces and incomplete characters, which decoding the token alone may drop.
     """
-    own = getattr(wrapper, "_mlxspec_detokenizer", None) or getattr(wrapper, "_mlxspec_bytes", None)
-    if own is None:  # mlx-lm loaded it, so its detokenizer makes the output's text
-        own = wrapper._mlxspec_bytes = streaming_detokenizer(wrapper._tokenizer)
-    if isinstance(own, ByteDetokenizer):
-        return own.token_bytes(token)
+    detokenizer = getattr(wrapper, "_mlxspec_detokenizer", None) or getattr(
+        wrapper, "_mlxspec_bytes", None
+    )
+    if detokenizer is None:  # mlx-lm loaded it, so its detokenizer makes the output's text
+        detokenizer = wrapper._mlxspec_bytes = streaming_detokenizer(wrapper._tokenizer)
+    if isinstance(detokenizer, ByteDetokenizer):
+        return detokenizer.token_bytes(token)
     return str(wrapper.decode([token])).encode()
 
 

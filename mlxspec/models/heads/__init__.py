@@ -43,16 +43,16 @@ def named_kind(config: Config) -> str | None:
 
     None if it is not the ``config.json`` of a head.
     """
-    settings, named = settings_of(config), str(config.get("architectures"))
+    settings, architectures = settings_of(config), str(config.get("architectures"))
     kind = str(config.get("speculators_model_type") or config.get("model_type"))
-    if "DFlash2" in named or "Gemma4DSpark" in named:
-        return named
+    if "DFlash2" in architectures or "Gemma4DSpark" in architectures:
+        return architectures
     if "speculators_model_type" in config:
         return kind
-    if config.get("dflash_config") or "DFlash" in named or "DSpark" in named:
-        is_dspark = "DSpark" in named or settings.get("markov_rank")
+    if config.get("dflash_config") or "DFlash" in architectures or "DSpark" in architectures:
+        is_dspark = "DSpark" in architectures or settings.get("markov_rank")
         return str(settings.get("projector_type") or ("dspark" if is_dspark else "dflash"))
-    if "eagle3" in named.lower() or "draft_vocab_size" in config:
+    if "eagle3" in architectures.lower() or "draft_vocab_size" in config:
         return "eagle3"
     is_head = kind in ("eagle3", "dflash", "dspark") or kind.endswith(("_mtp", "_assistant"))
     return kind if is_head else None
@@ -76,8 +76,8 @@ class Head(nn.Module):
         most: the most tokens of a draft.
         width: the width of its features.
         vocabulary: the size of its target's vocabulary.
-        asked: whether the user named the head. If not, it came with its target, and is left out if
-            it cannot draft.
+        requested: whether the user named the head. If not, it came with its target, and is left
+            out if it cannot draft.
 
     Raises:
         LoadError: the head was made for a target with other sizes.
@@ -87,7 +87,7 @@ class Head(nn.Module):
     families: tuple[str, ...] = ()
     used: frozenset[str] = frozenset()
     only: ClassVar[dict[str, Any]] = {}
-    asked: bool = True
+    requested: bool = True
     reads: tuple[int, ...]
     most: int = 8
     width: int
@@ -199,9 +199,9 @@ class Head(nn.Module):
         if "d2t" not in self:
             return logits
         ids = self.named_tokens()[: len(self.d2t)]
-        own = logits if logits.shape[-1] == len(ids) else logits[..., ids]
+        head_logits = logits if logits.shape[-1] == len(ids) else logits[..., ids]
         scattered = mx.full((*logits.shape[:-1], self.vocabulary), missing, logits.dtype)
-        scattered[..., ids] = own
+        scattered[..., ids] = head_logits
         return scattered
 
     def _capped(self, logits: mx.array) -> mx.array:

@@ -102,8 +102,8 @@ def find_head(directory: Path) -> HeadFiles:
     """
     config = read_config(directory)
     if (name := named_kind(config)) is None:
-        if (own := own_head(directory)) is not None:
-            return own
+        if (head_files := own_head(directory)) is not None:
+            return head_files
         raise LoadError(
             f"{directory}: neither a trained head nor a model with one (most converted "
             f"models do not): name the original model or a published head; {_SUPPORTED}"
@@ -134,8 +134,8 @@ def own_head(directory: Path) -> HeadFiles | None:
         files = [path for path in paths if any(map(_OWN.match, tensors[path]))]
         raw = bool(files) and any(map(_is_original, tensors.values()))
         if files := files or [*directory.glob("mtp.safetensors")]:
-            own = {"model_type": "qwen3_5_mtp", "text_config": text_of(config)}
-            return HeadFiles(directory, QwenMTP, own, tuple(files), raw)
+            head_config = {"model_type": "qwen3_5_mtp", "text_config": text_of(config)}
+            return HeadFiles(directory, QwenMTP, head_config, tuple(files), raw)
     for name in _FOLDERS:
         if (directory / name / "config.json").is_file():
             return find_head(directory / name)
@@ -226,17 +226,17 @@ def head_for(
     if head is False or directory is None:
         return None
     try:
-        if (found := own_head(directory)) is None:
+        if (files := own_head(directory)) is None:
             return None
-        own = load_head(found, vars(model.args))
+        loaded = load_head(files, vars(model.args))
     except LoadError as error:
         _log.warning(LEFT_OUT, error)
         return None
-    own.asked = False
-    return own
+    loaded.requested = False
+    return loaded
 
 
-def load_head(found: HeadFiles, target_config: Config) -> Head:
+def load_head(files: HeadFiles, target_config: Config) -> Head:
     """Load a head for a target, without binding it.
 
     On the CPU back end, half-precision weights become float32, like those of models.
@@ -247,19 +247,19 @@ def load_head(found: HeadFiles, target_config: Config) -> Head:
     Raises:
         LoadError: the head does not belong to the target, or its files are damaged.
     """
-    if not _belongs(found.kind, target_config):
+    if not _belongs(files.kind, target_config):
         has = printable(target_config.get("model_type"))
         raise LoadError(
-            f"{found.directory}: {found.kind.title} is a head for targets of another architecture "
+            f"{files.directory}: {files.kind.title} is a head for targets of another architecture "
             f"than {has}; name a head that was trained for this target"
         )
-    head = load_lazily(found, target_config)
+    head = load_lazily(files, target_config)
     widen(head)
-    evaluate(head, found.directory)
+    evaluate(head, files.directory)
     return head
 
 
-def load_lazily(found: HeadFiles, target_config: Config | None = None) -> Head:
+def load_lazily(files: HeadFiles, target_config: Config | None = None) -> Head:
     """Load a head without evaluating its weights.
 
     Args:
@@ -270,7 +270,7 @@ def load_lazily(found: HeadFiles, target_config: Config | None = None) -> Head:
     """
     from mlx_lm.utils import infer_quant_config
 
-    config, weights = found.config, found.tensors()
+    config, weights = files.config, files.tensors()
     if target_config is None:
         layers = {"num_hidden_layers": _ANY_LAYERS}
         target_config = text_of(settings_of(config)) | layers | sizes_needed(config)
@@ -282,30 +282,30 @@ def load_lazily(found: HeadFiles, target_config: Config | None = None) -> Head:
         return infer_quant_config(path, module, weights)
 
     try:
-        if found.kind is not QwenMTP:
-            weights = found.kind.sanitize(weights)
+        if files.kind is not QwenMTP:
+            weights = files.kind.sanitize(weights)
         elif not config.get(CONVERTED):
-            weights = QwenMTP.sanitize(weights, found.raw)
-        check_settings(config, found.kind.used | _known_of(found, target_config), found.kind.only)
-        head = found.kind(config, target_config)
+            weights = QwenMTP.sanitize(weights, files.raw)
+        check_settings(config, files.kind.used | _known_of(files, target_config), files.kind.only)
+        head = files.kind(config, target_config)
         head.fit(weights.keys())
         nn.quantize(head, class_predicate=quantised)
         head.eval()
         head.load_weights(list(weights.items()))
         check_scales(head)
     except LoadError as error:
-        raise LoadError(f"{found.directory}: {error}") from error
+        raise LoadError(f"{files.directory}: {error}") from error
     except Exception as error:  # a wrong configuration or file makes MLX raise anything
-        raise LoadError(f"{found.directory}: {reason(error)}") from error
+        raise LoadError(f"{files.directory}: {reason(error)}") from error
     return head
 
 
-def _known_of(found: HeadFiles, target_config: Config) -> frozenset[str]:
+def _known_of(files: HeadFiles, target_config: Config) -> frozenset[str]:
     """The settings of Qwen's MTP that its target has, too: it is one of the target's layers."""
-    return frozenset(text_of(target_config)) if found.kind is QwenMTP else frozenset()
+    return frozenset(text_of(target_config)) if files.kind is QwenMTP else frozenset()
 
 
 def _belongs(kind: type[Head], target_config: Config) -> bool:
     """Whether heads of this kind support targets of this architecture."""
     types = (target_config.get("model_type"), text_of(target_config).get("model_type"))
-    return not kind.families or any(str(one).startswith(kind.families) for one in types)
+    return not kind.families or any(str(name).startswith(kind.families) for name in types)
