@@ -109,8 +109,8 @@ def write_among_newest(path: Path, content: Any) -> bool:
 
 def oldest_first(directory: Path) -> list[Path]:
     """The JSON files in a directory, from the oldest to the newest."""
-    found = []
+    dated = []
     for path in directory.glob("*.json"):
         with suppress(OSError):
-            found.append((path.stat().st_mtime, path))
-    return [path for _, path in sorted(found)]
+            dated.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(dated)]

@@ -164,9 +164,9 @@ def stream_generate(
     factory = decoder.drafter_factory
     if draft_model is not None:
         options.pop("max_kv_size", None)
-        own = DraftModel(draft_model, num_draft_tokens)
-        own.check_vocabulary(decoder.loaded.vocab_size, len(decoder.tokenizer))
-        factory = replace(factory, draft_model=own)
+        wrapped = DraftModel(draft_model, num_draft_tokens)
+        wrapped.check_vocabulary(decoder.loaded.vocab_size, len(decoder.tokenizer))
+        factory = replace(factory, draft_model=wrapped)
     return responses(decoder.new_request(prompt, max_tokens, options, factory))
 
 
@@ -316,21 +316,21 @@ def batch_generate(
 
     requests = []
     for index, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
-        own: GenerationOptions = {
+        request_options: GenerationOptions = {
             **options,
             "prompt_cache": caches[index],
             "on_progress": partial(report, index),
         }
-        request = decoder.new_request(prompt, budget, own, receive=results[index].add)
+        request = decoder.new_request(prompt, budget, request_options, receive=results[index].add)
         requests.append(request)
         lengths.append(len(request.prompt))
     stats = _run(decoder, requests, results, completion_batch_size, verbose)
-    logprobs = [[one.logprob for one in (r.logprobs or [])[: len(r.tokens)]] for r in results]
+    logprobs = [[entry.logprob for entry in (r.logprobs or [])[: len(r.tokens)]] for r in results]
     return BatchResponse(
         texts=[decoder.tokenizer.decode(result.tokens) for result in results],
         stats=stats,
         caches=caches if return_prompt_caches else None,
-        token_ids=[one.tokens for one in results] if return_token_ids else None,
+        token_ids=[result.tokens for result in results] if return_token_ids else None,
         logprobs=logprobs if return_logprobs else None,
     )
 
@@ -409,7 +409,7 @@ class Augmentation(AbstractContextManager["Augmentation"]):
         if self in _active:
             _active.remove(self)
             if not _active:
-                _exchange({own: theirs for theirs, own in _STAND_INS.items()})
+                _exchange({ours: theirs for theirs, ours in _STAND_INS.items()})
 
     def __exit__(self, *_: object) -> None:
         self.undo()
@@ -451,8 +451,8 @@ def _batch_generate(*args: Any, **options: Any) -> Any:
 
 @wraps(_its_load)
 def _load(path_or_hf_repo: str, *args: Any, **options: Any) -> Any:
-    own = path_or_hf_repo == DEMO and not Path(DEMO).is_dir()
-    return (load if own else _its_load)(path_or_hf_repo, *args, **options)
+    is_demo = path_or_hf_repo == DEMO and not Path(DEMO).is_dir()
+    return (load if is_demo else _its_load)(path_or_hf_repo, *args, **options)
 
 
 _STAND_INS = {

@@ -29,8 +29,8 @@ SHARED = 0o644
 
 def directory_in(variable: str) -> Path | None:
     """The directory that an environment variable names; None if it is not set."""
-    named = os.environ.get(variable)
-    return Path(os.path.expanduser(named)) if named else None
+    directory = os.environ.get(variable)
+    return Path(os.path.expanduser(directory)) if directory else None
 
 
 _OTHER_FILE = "name another file"

@@ -35,7 +35,7 @@ def _mended(value: Any) -> Any:
     if isinstance(value, list):
         return [*map(_mended, value)]
     if isinstance(value, dict):
-        return {_mended(name): _mended(one) for name, one in value.items()}
+        return {_mended(name): _mended(item) for name, item in value.items()}
     return value
 
 

@@ -123,12 +123,12 @@ class TokenPrinter:
                 self._column, self._word = 0, []
             elif self._column + cells > width > 1:
                 written, run = written + self._painted(run, from_draft), ""
-                taken = sum(cell_len(one) for one, _ in self._word)
+                taken = sum(cell_len(part) for part, _ in self._word)
                 moves = 0 < taken < self._column and not character.isspace()
                 moved = self._word if moves else []
                 if moved:
                     written += f"\x1b[{taken}D\x1b[K"
-                written += "\n" + "".join(self._painted(*one) for one in moved)
+                written += "\n" + "".join(self._painted(*part) for part in moved)
                 self._column, self._word = taken if moved else 0, moved
                 if character.isspace():
                     continue

@@ -92,8 +92,8 @@ def _own_addresses() -> list[str]:
     address. In a ring of cables, not every host is connected to rank 0, so rank 0's host name comes
     last.
     """
-    own = next(iter(ring_addresses()), [os.environ.get("MLX_JACCL_COORDINATOR", "")])
-    hosts = (address.rpartition(":")[0] for address in own)
+    addresses = next(iter(ring_addresses()), [os.environ.get("MLX_JACCL_COORDINATOR", "")])
+    hosts = (address.rpartition(":")[0] for address in addresses)
     return [*filter(None, dict.fromkeys(hosts)), socket.gethostname()]
 
 

@@ -55,8 +55,8 @@ def load_shard(
             same on all of them.
     """
     model, tokenizer = load(path_or_repo, lazy=True)
-    own = fingerprint(find_directory(path_or_repo, None))
-    every = mx.distributed.all_gather(mx.array(list(own))[None], stream=mx.cpu)
+    digest = fingerprint(find_directory(path_or_repo, None))
+    every = mx.distributed.all_gather(mx.array(list(digest))[None], stream=mx.cpu)
     for rank, other in enumerate(cast(list[list[int]], every.tolist())):
         if other != every[0].tolist():
             raise LoadError(
@@ -141,7 +141,7 @@ def _kinds(model: nn.Module) -> set[type]:
 def _numbers(model: nn.Module) -> dict[str, int]:
     """By path: the integers in all modules, such as numbers of heads and dimensions."""
     modules = model.named_modules()
-    numbers = {f"{path}.{name}": n for path, one in modules for name, n in vars(one).items()}
+    numbers = {f"{path}.{name}": n for path, module in modules for name, n in vars(module).items()}
     return {name: number for name, number in numbers.items() if type(number) is int}
 
 
@@ -158,8 +158,8 @@ def share(trees: Sequence[DraftTree], tokens: Sequence[mx.array] = ()) -> list[m
     """
     if trees[0].tokens[0] >= 0:
         return [mx.array(tree.tokens) for tree in trees]
-    own = mx.concatenate([*tokens]) if tokens else mx.zeros(len(trees))
-    shared = mx.distributed.all_sum(own.astype(mx.uint32))
+    local = mx.concatenate([*tokens]) if tokens else mx.zeros(len(trees))
+    shared = mx.distributed.all_sum(local.astype(mx.uint32))
     # In a pipeline, rank 0's forward does not use the sum. Without this, rank 0 might not compute
     # it, and the others would wait for ever.
     mx.async_eval(shared)
@@ -524,7 +524,7 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "range"):
             return range
         if module.startswith("mlxspec."):
-            found = super().find_class(module, name)
-            if found.__module__.startswith("mlxspec."):  # not something that our files import
-                return found
+            loaded = super().find_class(module, name)
+            if loaded.__module__.startswith("mlxspec."):  # not something that our files import
+                return loaded
         raise pickle.UnpicklingError(f"{module}.{name} is not part of mlxspec")

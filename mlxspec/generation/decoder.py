@@ -290,8 +290,8 @@ class Decoder:
                     raise OptionError(f"{short} and {name} are the same option: give one of them")
                 given[name] = given.pop(short)
         parameters = vars(factory).keys() & DraftingParameters.__annotations__.keys()
-        own = {name: given.pop(name) for name in parameters & given.keys()}
-        make_drafter = partial(replace(factory, **own).make, self)
+        given_parameters = {name: given.pop(name) for name in parameters & given.keys()}
+        make_drafter = partial(replace(factory, **given_parameters).make, self)
         return Request(self, tokens, max_tokens, given, make_drafter, receive)
 
 
@@ -351,22 +351,22 @@ class AutoDecoder(Decoder):
                 raise OptionError("head and draft_model are given together: choose one")
             head, drafts = False, DraftModel(draft_model, num_draft_tokens)
         if isinstance(model, (str, Path)):
-            model, tokenizer, found = load_with_head(model, head)
+            model, tokenizer, trained_head = load_with_head(model, head)
         else:
             model = LoadedModel.of(model)
-            found = head_for(model.model, head)
-        factory = replace(self.drafter_factory, head=found, draft_model=drafts)
+            trained_head = head_for(model.model, head)
+        factory = replace(self.drafter_factory, head=trained_head, draft_model=drafts)
         super().__init__(model, tokenizer, factory)
         if memory is not None and memory_tokens is not None:
             raise OptionError("memory and memory_tokens are given together: choose one")
         if memory is None and memory_tokens != 0:
             memory = AnswerIndex(memory_tokens or MAX_TOKENS)
         if memory and memory.kept:
-            kept, own = memory.kept.identity, identify(self.tokenizer)
-            if kept.fingerprint != own.fingerprint:
+            kept, identity = memory.kept.identity, identify(self.tokenizer)
+            if kept.fingerprint != identity.fingerprint:
                 raise FileError(
-                    f"memory keeps tokens of {kept}, but the model's tokenizer is {own}: open a "
-                    "memory with this tokenizer"
+                    f"memory keeps tokens of {kept}, but the model's tokenizer is {identity}: open "
+                    "a memory with this tokenizer"
                 )
         self.drafter_factory = replace(
             self.drafter_factory,

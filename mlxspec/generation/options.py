@@ -91,9 +91,9 @@ def prompt_ids(
     if unknown := [token for token in tokens if not 0 <= token < vocab_size]:
         from ..models.tokenizer import token_name
 
-        named = token_name(tokenizer, unknown[0])
-        if named and (conversation or isinstance(prompt, str)):
-            raise PromptError(f"the prompt contains {named}, which the model lacks: leave it out")
+        name = token_name(tokenizer, unknown[0])
+        if name and (conversation or isinstance(prompt, str)):
+            raise PromptError(f"the prompt contains {name}, which the model lacks: leave it out")
         raise PromptError(
             f"the prompt contains the id {unknown[0]}: pass ids from 0 to {vocab_size - 1}"
         )
@@ -286,7 +286,7 @@ def grammar_of(
     from ..engine.grammar import Grammar, Vocabulary
 
     phases = (Phase(constraint),) if isinstance(constraint, Constraint) else constraint
-    if phases and isinstance(phases, tuple) and all(isinstance(one, Phase) for one in phases):
+    if phases and isinstance(phases, tuple) and all(isinstance(phase, Phase) for phase in phases):
         return Grammar(phases, Vocabulary.of(tokenizer, vocab_size))
     if not isinstance(constraint, Grammar):
         raise OptionError(

@@ -106,9 +106,9 @@ class OutputText:
     def _release(self, segment: str) -> str:
         """The text that can be shown once ``segment`` is added."""
         text = self._held + segment
-        found = [(at, stop) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
-        if found:
-            cut, self.stop_string = min(found)
+        matches = [(at, stop) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
+        if matches:
+            cut, self.stop_string = min(matches)
             self.finish_reason = "stop"
             self._held = ""
             return text[:cut]

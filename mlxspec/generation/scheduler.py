@@ -197,8 +197,8 @@ class Scheduler:
         while prefilling := self._in(State.PREFILL):
             decoding = bool(self._in(State.DECODE))
             if (hurried or decoding) and self._deadline == math.inf:
-                own = decoding and self.stall < math.inf
-                steps = _MOST_STEPS * self._plain_seconds if own else math.inf
+                bounded = decoding and self.stall < math.inf
+                steps = _MOST_STEPS * self._plain_seconds if bounded else math.inf
                 self._deadline = time.perf_counter() + min(self.stall, steps)
             prefilling.sort(key=lambda request: request.due)
             if together := self._short_ones(prefilling):
@@ -240,7 +240,7 @@ class Scheduler:
         except Exception as error:
             self._end(prefilling[0], error)  # the others continue
             return []
-        found: list[Request] = []
+        short: list[Request] = []
         room = min(self._chunk(), _LEAST_ALONE)
         for request in prefilling:
             sequence = request.sequence
@@ -248,8 +248,8 @@ class Scheduler:
             room -= len(sequence.tokens_to_prefill)
             if room < 0 or request.prefill or not self._batch.takes_prompt(sequence):
                 break
-            found.append(request)
-        return found if len(found) > 1 else []
+            short.append(request)
+        return short if len(short) > 1 else []
 
     def _run_together(self, requests: list[Request]) -> None:
         """Run whole prompts in one forward; their requests then decode."""
@@ -262,7 +262,7 @@ class Scheduler:
             for request in requests:
                 self._end(request, error)
             return
-        self._note_speed(sum(len(one.tokens_to_prefill) for one in sequences), started)
+        self._note_speed(sum(len(sequence.tokens_to_prefill) for sequence in sequences), started)
         for request, sequence in zip(requests, sequences, strict=True):
             try:
                 if sequence.fault:
@@ -369,7 +369,7 @@ class Scheduler:
 
     def _join(self, sequence: Sequence) -> None:
         """Add a sequence whose prompt has run to the batch."""
-        if any(one.state in (State.DECODE, State.PAUSED) for one in self._running):
+        if any(request.state in (State.DECODE, State.PAUSED) for request in self._running):
             self._share_steps()
         self._batch.join(sequence)
 
@@ -379,9 +379,9 @@ class Scheduler:
             return
         # To find out the mode can take many forwards, and a request alone never needs it.
         batch = self._new_batch(self._decoder.loaded.joint_mode)
-        for one in self._running:
-            if one.state in (State.DECODE, State.PAUSED) and one.sequence:
-                batch.join(one.sequence)
+        for request in self._running:
+            if request.state in (State.DECODE, State.PAUSED) and request.sequence:
+                batch.join(request.sequence)
         self._batch, self._joins = batch, True
 
     def _new_batch(self, mode: JointMode) -> Batch:
