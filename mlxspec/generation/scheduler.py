@@ -314,8 +314,9 @@ class Scheduler:
         """Pass on the responses of a request's step."""
         try:
             cost = self._batch.cost(sequence, step)
-            # Only if its time is that of one forward, with no prompt beside it.
-            if step.pipelined == step.ahead and self._deadline == math.inf:
+            # Only if its time is that of one forward, and this did not run while prompts did.
+            beside_prompts = step.ahead and self._deadline < math.inf
+            if step.pipelined == step.ahead and not beside_prompts:
                 plain = self._step_seconds / max(1.0, cost)  # 1 if unknown
                 self._plain_seconds = plain
                 self._forward_seconds = min(self._forward_seconds or plain, plain)

@@ -337,6 +337,21 @@ def test_running_generations_wait_for_a_prompt_no_longer_than_a_few_steps(
     scheduler.close()
 
 
+def test_a_first_step_beside_a_prompt_says_how_long_the_next_ones_may_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(schedulers, "_MOST_STEPS", 1e-9)  # the least instead of three
+    scheduler = Scheduler(small_decoder(), stall=1e-6)
+    submit(scheduler, [7, 3, 9], lambda response: None, 60)
+    late = submit(scheduler, [(7 * i) % 64 for i in range(200)], lambda response: None, 4)
+    scheduler.turn(hurried=True)
+    assert late.prefilled == 0
+    scheduler.stall = 600
+    scheduler.turn()
+    assert late.prefilled == 16
+    scheduler.close()
+
+
 def test_the_next_step_waits_for_the_sequence_of_a_prompt_that_still_runs() -> None:
     scheduler = Scheduler(small_decoder(), stall=1e-6)  # chunks of 16 tokens
     first = submit(scheduler, [7, 3, 9], lambda response: None, 60)
