@@ -149,6 +149,7 @@ class Auto(DrafterFactory):
 
         if self.draft_model:
             self.draft_model.check_vocabulary(loaded.vocab_size, len(tokenizer))
+            _ = self.draft_model.experience  # measured before threads can disturb each other
 
         trained = attach_head(self.head, loaded.model) if self.head else None
         return trained.new_model() if trained else loaded

@@ -24,6 +24,7 @@ from mlxspec.drafting.planner import Planner
 from mlxspec.drafting.tree import DraftTree
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.draft_model import DraftModel, DraftModelDrafts
+from mlxspec.engine.loaded_model import LoadedModel
 from mlxspec.engine.sampling import Perturb
 from mlxspec.engine.target import Target
 from mlxspec.errors import OptionError
@@ -217,6 +218,20 @@ def test_a_draft_model_runs_if_its_time_pays(
     decoder.costs = given_costs(CHAINS)
     list(decoder.stream(FREE, 24))
     assert bool(depths) is runs
+
+
+def test_its_time_is_known_before_generations_that_run_at_once(
+    loaded: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[nn.Module] = []
+
+    def costs_for(drafts: LoadedModel) -> FixedCosts:
+        measured.append(drafts.model)
+        return FixedCosts(CostCurve([(1, 1)]))
+
+    monkeypatch.setattr("mlxspec.engine.draft_model.costs_for", costs_for)
+    AutoDecoder(*loaded, draft_model=loaded[0])
+    assert measured == [loaded[0]]
 
 
 @pytest.mark.parametrize("prompt", [FREE, REPEAT])
