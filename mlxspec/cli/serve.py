@@ -705,7 +705,7 @@ def end_record(request: ServedRequest) -> dict[str, Any]:
     figures = request.figures()
     record = {"model": figures["model"], "outcome": request.outcome}
     record |= {name: figures[name] for name in _LOGGED}
-    return record | {"error": request.failure.message if request.failure else None}
+    return record | {"error": str(request.error) if request.error else None}
 
 
 def _line(record: dict[str, Any]) -> str:

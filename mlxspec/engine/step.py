@@ -67,7 +67,7 @@ class Sequence:
         ahead: the next step's forward, if the last step has already dispatched it.
         proposed: the number of draft tokens in the last proposal.
         uncounted: the seconds that drafting has taken since the last step, which count in the next.
-        fault: the exception that its drafter, processor or the like has raised. The sequence must
+        error: the exception that its drafter, processor or the like has raised. The sequence must
             then be closed.
         recorded: a list to which each step is appended, with the reason if nothing was drafted;
             None records nothing.
@@ -100,7 +100,7 @@ class Sequence:
         self.finished = False
         self.ahead: Forward | None = None
         self.proposed = 0
-        self.fault: Exception | None = None
+        self.error: Exception | None = None
         self.recorded: list[VerifiedStep] | None = None
         self.ends = ends
         self._n_cached = n_cached
@@ -390,18 +390,18 @@ class Forward:
 def each(
     phase: Callable[[Sequence], _Result], sequences: Iterable[Sequence]
 ) -> dict[Sequence, _Result]:
-    """Run a phase for each sequence that has no fault; an exception becomes its fault.
+    """Run a phase for each sequence that has no error; an exception becomes its error.
 
     Returns:
         the phase's result, for each sequence in which it raised nothing.
     """
     results = {}
     for sequence in sequences:
-        if sequence.fault is None:
+        if sequence.error is None:
             try:
                 results[sequence] = phase(sequence)
             except Exception as error:
-                sequence.fault = error
+                sequence.error = error
     return results
 
 
@@ -434,9 +434,9 @@ def joint_step(
         accepted = each(Sequence.accept, running)
         move_accepted(accepted)
     except Exception as error:  # of the forward that all share
-        return [sequence.fault or error for sequence in sequences]
+        return [sequence.error or error for sequence in sequences]
     steps = each(lambda sequence: sequence.commit(accepted[sequence]), accepted)
-    return [steps[sequence] if sequence.fault is None else sequence.fault for sequence in sequences]
+    return [steps[sequence] if sequence.error is None else sequence.error for sequence in sequences]
 
 
 def dispatch(
@@ -454,7 +454,7 @@ def dispatch(
             plain step, whose token is not yet known.
 
     Returns:
-        the sequences without a fault.
+        the sequences without an error.
     """
     if not sequences:
         return ()
@@ -571,7 +571,7 @@ class Batch:
 
         Args:
             sequences: :meth:`takes_prompt` says so for each. An exception of a drafter becomes its
-                sequence's fault.
+                sequence's error.
         """
         assert self._joint
         with mx.stream(generation_stream):

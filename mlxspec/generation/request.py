@@ -153,7 +153,7 @@ class Request:
         report_progress: the value of the option ``on_progress``.
         at_end: called at the end, after the last response, if any.
         state: the request's stage.
-        error: the fault that ended the request, if any.
+        error: the exception that ended the request, if any.
         finish_reason: the last response's finish reason, once it has been made.
         context: the prompt and the tokens of the responses so far.
         stats: figures of the steps so far.

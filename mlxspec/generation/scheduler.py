@@ -265,8 +265,8 @@ class Scheduler:
         self._note_speed(sum(len(sequence.tokens_to_prefill) for sequence in sequences), started)
         for request, sequence in zip(requests, sequences, strict=True):
             try:
-                if sequence.fault:
-                    raise sequence.fault
+                if sequence.error:
+                    raise sequence.error
                 request.on_progress(*[len(sequence.tokens_to_prefill)] * 2)
                 self._batch.join(sequence)
                 request.state = State.DECODE

@@ -96,6 +96,7 @@ Event = Begun | Piece | Ended
 
 # --- requests ---
 
+_OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}  # by status
 _numbers = itertools.count(1)
 
 
@@ -121,8 +122,6 @@ class ServedRequest(Request):
         received: when it arrived, by ``time.perf_counter``.
         first_token: when its first token was generated.
         need: the memory that it may take.
-        failure: the error that ended it; None if it ended otherwise.
-        outcome: a word that says how it ended; None before its end.
     """
 
     stream: EventStream
@@ -151,15 +150,21 @@ class ServedRequest(Request):
         self.received = time.perf_counter()
         self.first_token: float | None = None
         self.need = served.memory.needs(len(prompt) + max_tokens)
-        self.failure: ApiError | None = None
-        self.outcome: str | None = None
+
+    @property
+    def outcome(self) -> str:
+        """A word that says how the request has ended."""
+        if self.error is not None and self.finish_reason is None:
+            status = self.error.status if isinstance(self.error, ApiError) else 500
+            return _OUTCOMES.get(status, "error")
+        return self.finish_reason or "stop"  # if it was cancelled without an error
 
     def figures(self) -> dict[str, Any]:
         """The request's state and figures, as JSON."""
         figures = {
             "number": self.number,
             "model": self.served.name,
-            "state": self.outcome or self.state,
+            "state": self.outcome if self.done else self.state,
             "prompt_tokens": len(self.prompt),
             "prefilled": self.prefilled,
             "cached_tokens": self.n_cached,
@@ -200,11 +205,12 @@ class ServedRequest(Request):
     def _end(self) -> None:
         """Queue the last event, and return the caches to the prefix cache."""
         if self.error is not None and self.finish_reason is None:
-            self.stream.worker.end_of(self, _failure(self.error, self.decoder))
+            self.error = _failure(self.error, self.decoder)
+            self.stream.worker.end_of(self, self.error)
         else:
             ended = Ended(
                 self.index,
-                self.finish_reason or "stop",  # if it was cancelled without an error
+                self.outcome,
                 len(self.prompt),
                 self.n_cached,
                 self.generated,
@@ -342,7 +348,6 @@ class ModelQueue(Scheduler):
 
 _RETRY_AFTER = 5  # seconds; sent when the queue is full
 _RECENT = 12  # ended requests whose figures are kept
-_OUTCOMES = {499: "cancelled", 429: "refused", 503: "ending"}
 
 
 class Worker(SchedulerThread):
@@ -479,11 +484,6 @@ class Worker(SchedulerThread):
     def end_of(self, request: ServedRequest, ended: Ended | ApiError) -> None:
         """Record the end of a request, and send its last event to the client."""
         now = time.perf_counter()
-        if isinstance(ended, ApiError):
-            request.failure = ended
-            request.outcome = _OUTCOMES.get(ended.status, "error")
-        else:
-            request.outcome = ended.finish_reason
         self.send(request.stream, request, ended)
         self.recent.append(request.figures() | {"ended": now})
         self.requests.remove(request)

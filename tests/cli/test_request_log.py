@@ -13,6 +13,7 @@ import pytest
 from mlxspec.cli.serve import end_record, request_log
 from mlxspec.generation.scheduler import Scheduler
 from mlxspec.server.body import ApiError
+from mlxspec.server.worker import ServedRequest
 from tests.support.brake import braked, wait_until
 from tests.support.serving import Running, running_server
 
@@ -71,3 +72,23 @@ def test_tokens_are_those_of_the_usage(capsys: pytest.CaptureFixture[str]) -> No
         # A prompt's choices share its prefill.
         assert sum(one["prompt_tokens"] for one in records) == 2 * usage["prompt_tokens"]
         assert sum(one["tokens"] for one in records) == usage["completion_tokens"]
+
+
+def test_an_error_after_the_last_token_is_logged_beside_the_outcome(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(request: ServedRequest) -> None:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(ServedRequest, "close", fail)
+    logging = ExitStack()
+    with running_server() as server:
+        log = logging.enter_context(request_log(as_json=True))
+        server.worker.on_end = lambda request: log(end_record(request))
+        body = {"prompt": "Once", "max_tokens": 3}
+        answer = httpx.post(f"{server.address}/v1/completions", json=body).json()
+        wait_until(lambda: not server.worker.requests)
+        logging.close()
+    record = json.loads(capsys.readouterr().out)
+    assert answer["choices"][0]["finish_reason"] == record["outcome"] == "length"
+    assert record["error"] == "out of order"

@@ -414,7 +414,7 @@ def test_a_fault_in_any_phase_is_one_sequences_alone(model: nn.Module, phase: st
             if sequence.finished or isinstance(outcome, Quiet):
                 running.remove(sequence)
                 sequence.close()
-    assert broken.fault is not None
+    assert broken.error is not None
     written = tokens.pop(broken)
     assert 2 <= len(written) < 5
     assert written == truth[: len(written)]
