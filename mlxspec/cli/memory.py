@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from datetime import datetime, timedelta
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -63,7 +62,7 @@ class Memories(ExitStack):
         self._memories: dict[bytes, AnswerIndex] = {}
 
     def of(self, tokenizer: Any, model: str = "") -> AnswerIndex | None:
-        """The memory for a tokenizer; None if its answers are not kept.
+        """The memory for a tokenizer; None if answers are not kept.
 
         Args:
             model: the model's name as the user gave it.
@@ -72,11 +71,9 @@ class Memories(ExitStack):
         from ..corpus.answers import KeptAnswers, identify, memory_directory
         from ..models.model_files import absolute_name
 
-        if not self._settings.keeps_some:  # identifying a tokenizer takes a tenth of a second
+        if not self._settings.on:
             return None
         identity, max_tokens = identify(tokenizer), self._settings.max_tokens
-        if not self._settings.keeps(identity):
-            return None
         if identity.fingerprint not in self._memories:
             try:
                 kept = KeptAnswers(memory_directory(), identity, absolute_name(model))
@@ -132,46 +129,38 @@ def memory_command() -> None:
 
 
 @memory_command.command("on")
-@_model_option
 @option(
     "--max-tokens N",
     "Keep at most N tokens per tokenizer, and drop the oldest answers.  [default: as before, or "
     "50,000,000]",
     type=click.IntRange(min=2),
 )
-def on_command(model: str | None, max_tokens: int | None) -> None:
+def on_command(max_tokens: int | None) -> None:
     """Keep answers from now on, and draft from them."""
-    _switch(model, keeps=True, max_tokens=max_tokens)
+    _switch(on=True, max_tokens=max_tokens)
 
 
 @memory_command.command("off")
-@_model_option
-def off_command(model: str | None) -> None:
+def off_command() -> None:
     """Stop keeping answers, and stop drafting from the kept ones."""
-    _switch(model, keeps=False)
+    _switch(on=False)
 
 
-def _switch(model: str | None, keeps: bool, max_tokens: int | None = None) -> None:
-    """Turn the memory on or off, for one tokenizer or all, and print the effect."""
+def _switch(on: bool, max_tokens: int | None = None) -> None:
+    """Turn the memory on or off, and print the effect."""
     from ..corpus import answers as corpus
 
-    tokenizer, settings = _tokenizer_of(model), corpus.load_settings()
-    settings = replace(settings, max_tokens=max_tokens or settings.max_tokens)
-    if tokenizer is None:
-        settings = replace(settings, everything=keeps, tokenizers=frozenset())
-    else:
-        settings = settings.with_tokenizer(corpus.identify(tokenizer), keeps)
+    settings = corpus.Settings(on, max_tokens or corpus.load_settings().max_tokens)
     corpus.save_settings(settings)
     if switch := os.environ.get(corpus.SWITCH):
         note(f"{corpus.SWITCH} is {switch!r} here and overrides this")
-    which = "every tokenizer" if tokenizer is None else corpus.identify(tokenizer)
     directory = corpus.memory_directory()
-    if keeps:
+    if on:
         up_to = counted(settings.max_tokens, "token")
-        say(f"Answers are kept from now on, for {which}, up to {up_to} per tokenizer.")
+        say(f"Answers are kept from now on, up to {up_to} per tokenizer.")
         say(f"They are in {directory}; only you can read them.")
     else:
-        say(f"No answers are kept from now on, for {which}.")
+        say("No answers are kept from now on.")
         say(f"Kept answers stay in {directory}: mlxspec memory forget --all removes them.")
 
 
@@ -224,7 +213,7 @@ def add_command(paths: tuple[str, ...], model: str) -> None:
     n_tokens = sum(len(text) // TOKEN_BYTES for texts in texts_by_name.values() for text in texts)
     of, seconds = counted(counts["files"], "file"), time.perf_counter() - started
     say(f"Added {counted(n_tokens, 'token')} of {of} in {seconds:.1f} s.")
-    if not settings.keeps(identity):
+    if not settings.on:
         note("nothing is drafted from them until the memory is on: mlxspec memory on")
 
 
@@ -243,7 +232,7 @@ def show_command(model: str | None, as_json: bool) -> None:
     settings, all_kept = settings_in_force(), _kept(_tokenizer_of(model))
     taught = experience_files()
     report: dict[str, Any] = {
-        "on": settings.everything,
+        "on": settings.on,
         "max_tokens": settings.max_tokens,
         "directory": str(memory_directory()),
         "experience": {"models": len(taught), "directory": str(experience_directory())},
@@ -251,7 +240,6 @@ def show_command(model: str | None, as_json: bool) -> None:
             {
                 "tokenizer": str(kept.identity),
                 "model": kept.model,
-                "on": settings.keeps(kept.identity),
                 **kept.count(),
                 "earned": kept.earned_by_day(),
             }
@@ -261,9 +249,8 @@ def show_command(model: str | None, as_json: bool) -> None:
     if as_json:
         write_json(report, indent=2)
         return
-    exceptions = ", except for some tokenizers" if settings.tokenizers else ""
     print_rows(
-        ("memory", _ON[settings.everything] + exceptions),
+        ("memory", "on" if settings.on else "off"),
         ("keeps", f"{counted(settings.max_tokens, 'token')} at most"),
         ("in", memory_directory()),
         ("learned", f"which drafts are right for {counted(len(taught), 'model')}; no text"),
@@ -274,7 +261,6 @@ def show_command(model: str | None, as_json: bool) -> None:
         click.echo()
         print_rows(
             ("tokenizer", held["tokenizer"]),
-            ("memory", _ON[held["on"]]),
             ("holds", f"{answers}, {tokens}, {decimal(held['bytes'])}"),
             *((name, _at(held[name])) for name in ("oldest", "newest") if held[name] is not None),
             *(
@@ -283,9 +269,6 @@ def show_command(model: str | None, as_json: bool) -> None:
             ),
             ("earned", _earned(held["earned"])),
         )
-
-
-_ON = {True: "on", False: "off"}
 
 
 @memory_command.command("forget")

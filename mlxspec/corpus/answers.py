@@ -44,7 +44,7 @@ class TokenizerIdentity:
 
     @property
     def key(self) -> str:
-        """16 hexadecimal digits that identify the tokenizer in file names and settings."""
+        """16 hexadecimal digits that identify the tokenizer in file names."""
         return self.fingerprint.hex()[:16]
 
     def __str__(self) -> str:
@@ -387,32 +387,15 @@ _SETTINGS = "settings.json"
 
 @dataclass(frozen=True)
 class Settings:
-    """Which answers are kept, and how many.
+    """Whether answers are kept, and how many.
 
     Attributes:
-        everything: whether the answers of every tokenizer are kept.
-        tokenizers: the keys of the tokenizers that are exceptions to ``everything``.
+        on: whether answers are kept.
         max_tokens: the most tokens to keep per tokenizer.
     """
 
-    everything: bool = False
-    tokenizers: frozenset[str] = frozenset()
+    on: bool = False
     max_tokens: int = KEPT_TOKENS
-
-    @property
-    def keeps_some(self) -> bool:
-        """Whether the answers of any tokenizer are kept."""
-        return self.everything or bool(self.tokenizers)
-
-    def keeps(self, identity: TokenizerIdentity) -> bool:
-        """Whether answers of this tokenizer are kept."""
-        return (identity.key in self.tokenizers) != self.everything
-
-    def with_tokenizer(self, identity: TokenizerIdentity, keeps: bool) -> Settings:
-        """These settings, changed to keep or not to keep the answers of one tokenizer."""
-        if self.keeps(identity) == keeps:
-            return self
-        return replace(self, tokenizers=self.tokenizers ^ {identity.key})
 
 
 def memory_directory() -> Path:
@@ -447,8 +430,9 @@ def load_settings() -> Settings:
         return Settings()
     with suppress(OSError, ValueError, RecursionError):
         match load_json(path.read_bytes()):
-            case {"everything": bool(on), "except": list(names), "max_tokens": int(n)} if n > 0:
-                return Settings(on, frozenset(map(str, names)), n)
+            case {"everything": bool(everything), "max_tokens": int(n), **more} if n > 0:
+                # A file with exceptions may forbid some answers, so nothing is kept by it.
+                return Settings(everything and not more.get("except"), n)
     raise FileError(f"{path}: cannot be read; remove it, and use `mlxspec memory` to set it again")
 
 
@@ -463,7 +447,7 @@ def settings_in_force() -> Settings:
     if switch == "off":
         return Settings()
     settings = load_settings()
-    return replace(settings, everything=True, tokenizers=frozenset()) if switch else settings
+    return replace(settings, on=True) if switch else settings
 
 
 def save_settings(settings: Settings) -> None:
@@ -472,11 +456,7 @@ def save_settings(settings: Settings) -> None:
     Raises:
         FileError: they cannot be written.
     """
-    value = {
-        "everything": settings.everything,
-        "except": sorted(settings.tokenizers),
-        "max_tokens": settings.max_tokens,
-    }
+    value = {"everything": settings.on, "max_tokens": settings.max_tokens}
     path, remedy = (
         memory_directory() / _SETTINGS,
         f"set {ENVIRONMENT_VARIABLE} to another directory",

@@ -38,24 +38,25 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_nothing_is_kept_unless_it_is_said(home: Path):
     settings = load_settings()
     assert settings == Settings()
-    assert not settings.keeps(identify(FIRST))
+    assert not settings.on
     assert not home.exists()
 
 
 def test_settings_are_read_as_they_were_written(home: Path):
-    some = Settings(False, frozenset({identify(FIRST).key}), 1000)
-    others = Settings(True, some.tokenizers, 1000)
-    for settings in (Settings(True), some, others, Settings()):
+    for settings in (Settings(True), Settings(False, 1000), Settings(True, 1000), Settings()):
         save_settings(settings)
         assert load_settings() == settings
-        assert settings.keeps_some == (settings != Settings())
-    assert some.keeps(identify(FIRST))
-    assert not some.keeps(identify(SECOND))
-    assert not others.keeps(identify(FIRST))
-    assert others.keeps(identify(SECOND))
-    assert Settings(True).keeps(identify(SECOND))
     assert (home / "settings.json").stat().st_mode & 0o777 == 0o600
     assert home.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_by_an_earlier_file_with_exceptions_nothing_is_kept(home: Path, everything: bool):
+    home.mkdir()
+    for exceptions, on in (([], everything), (["0123456789abcdef"], False)):
+        value = {"everything": everything, "except": exceptions, "max_tokens": 1000}
+        (home / "settings.json").write_text(json.dumps(value))
+        assert load_settings() == Settings(on, 1000)
 
 
 @given(st.one_of(json_values, st.fixed_dictionaries(
@@ -94,11 +95,11 @@ def test_damaged_settings_are_read_or_refused(data: bytes):
 def test_the_variable_overrides_the_settings(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    some = Settings(False, frozenset({identify(FIRST).key}), 1000)
+    some = Settings(False, 1000)
     save_settings(some)
     for value, expected in (
         ("", some),
-        ("on", Settings(True, frozenset(), 1000)),
+        ("on", Settings(True, 1000)),
         ("off", Settings()),
         (str(tmp_path / "new"), Settings(True)),
     ):
@@ -173,14 +174,3 @@ def test_where_nothing_can_be_made_is_one_line(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(FileError, match=r"settings\.json: cannot be written \(Not a directory\)"):
         save_settings(Settings(True))
     assert load_settings() == Settings()
-
-
-@pytest.mark.parametrize("everything", [False, True])
-@pytest.mark.parametrize("before", [False, True])
-@pytest.mark.parametrize("after", [False, True])
-def test_the_last_setting_of_a_tokenizer_applies(
-    everything: bool, before: bool, after: bool
-) -> None:
-    first, second = identify(FIRST), identify(SECOND)
-    settings = Settings(everything).with_tokenizer(first, before).with_tokenizer(first, after)
-    assert (settings.keeps(first), settings.keeps(second)) == (after, everything)
