@@ -1,4 +1,4 @@
-"""The ``mlxspec`` command and its subcommands, with ``help`` and ``completion``."""
+"""The ``mlxspec`` command and its subcommands, with ``completion``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMMANDS = {
     "Models": ("models", "convert", "inspect"),
     "Speed": ("bench", "calibrate", "explain", "replay"),
     "Drafts": ("memory",),
-    "Set up": ("config", "connect", "completion", "help"),
+    "Set up": ("config", "connect", "completion"),
 }
 """Subcommands by their headings in the help."""
 
@@ -60,23 +60,7 @@ def main() -> None:
     """Lossless speculative decoding for LLMs on Apple MLX, without a second model."""
 
 
-# --- help and completion ---
-
-
-@command("help", short_help="Show the help of a command.")
-@argument("words", "The command, and its subcommand if any.", nargs=-1, metavar="[COMMAND]...")
-@click.pass_context
-def help_command(ctx: click.Context, words: tuple[str, ...]) -> None:
-    """Show the help of a command, as its --help does; without a command, the help of mlxspec.
-
-    \b
-    Examples:
-      mlxspec help
-      mlxspec help generate
-      mlxspec help memory forget
-    """
-    ctx.find_root().command.main([*words, "--help"], prog_name=_NAME, standalone_mode=False)
-
+# --- completion ---
 
 _NAME = "mlxspec"
 _VARIABLE = "_MLXSPEC_COMPLETE"  # through which the shell's script passes requests to click
@@ -105,5 +89,4 @@ def completion_command(shell: str) -> None:
     click.echo(kind(main, {}, _NAME, _VARIABLE).source(), nl=False)
 
 
-main.add_command(help_command)
 main.add_command(completion_command)
