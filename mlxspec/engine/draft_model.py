@@ -98,12 +98,14 @@ class DraftModelDrafts(HeadSource):
         self._model = model
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a generation: prefill the draft model."""
+        """Start a generation. The draft model reads the prompt with the first draft, if there is
+        one, since its drafts may never pay.
+        """
         super().begin(prompt)
         model = self._model
         self._caches = Target(model.loaded, model.capability, undoable=model.num_draft_tokens + 1)
         self._context, self._drafted = list(prompt), list[int]()
-        self._prefill(self._context[:-1])
+        self._prefill(())  # converts the caches
 
     @classmethod
     def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
