@@ -54,12 +54,6 @@ class CalibrateOptions:
         type=MODEL,
     )
     no_head: bool = option_field(*NO_HEAD, default=False)
-    sequences: int = option_field(
-        "--sequences N",
-        "Measure steps that N sequences share; T(1) is then the time of a plain step of all.",
-        default=1,
-        type=COUNT,
-    )
     show: bool = option_field(
         "--show",
         "Show the stored times of MODEL, or of all models, without measuring.",
@@ -78,7 +72,6 @@ def calibrate_command(model: str | None, options: CalibrateOptions, shows: Repor
     Examples:
       mlxspec calibrate mlx-community/Mistral-7B-Instruct-v0.3-4bit
       mlxspec calibrate demo --context 100 --context 500 --html curve.html
-      mlxspec calibrate demo --sequences 4
       mlxspec calibrate --show
 
     T(M) is the time of a step with M rows. A draft of M - 1 tokens pays if its step emits more than
@@ -87,12 +80,12 @@ def calibrate_command(model: str | None, options: CalibrateOptions, shows: Repor
     measures after short and long contexts, since attention to a long context can make wide drafts
     much more expensive. For lengths between these, it interpolates. On a GPU it also finds out
     whether wide drafts are faster with their attention split. With a trained head, it also shows
-    how much time the head's drafts add to a step. If the times scatter too much, nothing is kept,
+    how much time the head's drafts add to a step. Steps that several sequences share are timed
+    while they run; --show has their times, too. If the times scatter too much, nothing is kept,
     and the exit status is 1. The times are kept in your cache directory, or in the directory that
     MLXSPEC_CACHE_DIR names.
     """
-    several = options.sequences > 1
-    check_one(head=options.head, no_head=options.no_head, show=options.show, sequences=several)
+    check_one(head=options.head, no_head=options.no_head, show=options.show)
     if options.show:
         report: Report = {"curves": _known(model, options)}
     else:
@@ -146,9 +139,9 @@ def _measured(name: str, options: CalibrateOptions) -> Report:
     from ..models.heads.loading import load_with_head
     from ..models.model_files import given_name
 
-    wanted = False if options.no_head or options.sequences > 1 else options.head
+    wanted = False if options.no_head else options.head
     model, _, its_head = load_with_head(name, wanted, options.adapter_path)
-    first, *longer = measured_curves(model, given_name(name), options.contexts, options.sequences)
+    first, *longer = measured_curves(model, given_name(name), options.contexts)
     report = {**first, "longer_contexts": longer, "head": None}
     if its_head and (trained := attach_head(its_head, model)):
         drafts = [(n, trained.experience.seconds(n)) for n in range(1, trained.head.most + 1)]
@@ -158,14 +151,11 @@ def _measured(name: str, options: CalibrateOptions) -> Report:
     return report
 
 
-def measured_curves(
-    model: nn.Module, name: str, contexts: Sequence[int] = (), sequences: int = 1
-) -> list[Report]:
+def measured_curves(model: nn.Module, name: str, contexts: Sequence[int] = ()) -> list[Report]:
     """Measure carefully, and keep the times. If interrupted, the kept times stay as they were.
 
     Args:
         contexts: the context lengths to measure at; by default a short one and longer ones.
-        sequences: how many sequences share each step.
 
     Raises:
         MlxspecError: the times are too noisy; nothing is kept.
@@ -178,17 +168,16 @@ def measured_curves(
     for context in contexts:
         calibration.check_context(model, CAREFUL, context)
     file, loaded = calibration.cost_file(model), LoadedModel(model)
-    # Shared steps are measured with the split of attention that generation uses.
+    # The split of attention that generation uses; only long contexts measure whether it is faster.
     split_attention(loaded, calibration.split_length(file.read()))
     calibrations = {}
-    for context in sorted(set(contexts)) or calibration.measured_contexts(loaded, sequences):
+    for context in sorted(set(contexts)) or calibration.measured_contexts(loaded):
         noted = f"measuring step times at a context of {context:,} tokens"
         with ProgressBar("Measuring step times", noted=noted) as measuring:
             calibrations[context] = calibration.calibrate(
                 loaded,
                 CAREFUL,
                 context=context,
-                sequences=sequences,
                 name=name,
                 on_progress=measuring,
             )
@@ -197,7 +186,6 @@ def measured_curves(
                 f"{name}: {problem}; the new times are not stored, earlier ones stay: close other "
                 "programs and measure again"
             )
-    file = file.of_sequences(sequences)
     file.update(calibrations)
     return [_curve(file, context, known) for context, known in calibrations.items()]
 

@@ -8,7 +8,7 @@ import random
 import time
 from collections import abc
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -35,13 +35,12 @@ from ..drafting.measurement import (
 from ..drafting.tree import DraftTree
 from ..errors import OptionError
 from .caches import parts
-from .joint import JointMode
 from .machine import machine_identity, model_identity, whole_memory
 from .model_sizes import cache_kinds, context_length
 from .params import SamplingParams
 from .patches import split_attention
 from .sampling import Chooser
-from .step import Batch, Sequence
+from .step import Sequence, joint_step
 from .target import Target, target_for
 
 if TYPE_CHECKING:
@@ -97,22 +96,19 @@ _LONG_CONTEXTS = 1000, 8000
 _SHARE_OF_MEMORY = 1 / 16  # the share that the caches of a measurement may take
 
 
-def measured_contexts(loaded: LoadedModel, sequences: int = 1) -> list[int]:
+def measured_contexts(loaded: LoadedModel) -> list[int]:
     """The context lengths at which step times are measured: 64, 1000 and 8000 tokens.
 
     If the model or the memory does not allow 8000, the length is halved until they do. If it falls
     below 500, or if only a prompt can fill the caches, the only length is 64. For a model whose
     context is shorter than 256, the first length is a quarter of its context instead of 64.
-
-    Args:
-        sequences: the number of sequences that share each step, each with its own context.
     """
     window, (middle, long) = context_length(loaded.model) or _UNENDING, _LONG_CONTEXTS
     short = max(1, min(_SHORT_CONTEXT, window // 4))
     if not _can_be_filled(loaded):
         return [short]
     kinds = cache_kinds(loaded)
-    position = sequences * sum(kind.count * (kind.bytes_per_position or 0) for kind in kinds)
+    position = sum(kind.count * (kind.bytes_per_position or 0) for kind in kinds)
     in_memory = int(whole_memory() * _SHARE_OF_MEMORY) // max(position, 1)
     limit = min(window // 2, in_memory)
     while long > limit:
@@ -134,7 +130,6 @@ def calibrate(
     plan: MeasurementPlan,
     *,
     context: int,
-    sequences: int = 1,
     name: str = "",
     on_progress: abc.Callable[[float], None] | None = None,
 ) -> Calibration:
@@ -148,27 +143,22 @@ def calibrate(
             :data:`mlxspec.drafting.measurement.FIRST_USE`.
         context: the number of tokens before the first step. If the model's context is too short for
             all steps, there is only one round of steps.
-        sequences: the number of sequences that share each step, each with its own context. A step
-            of one row then means a plain step of all, and each further row is a draft row.
         name: the model's name as the user gave it.
         on_progress: called with the fraction of the steps that is done, 0 to 1.
 
     Returns:
         a time for each number of rows; only the plain step's if the model cannot verify drafts.
-
-    Raises:
-        OptionError: the model's forwards cannot be shared by that many sequences.
     """
     started = time.perf_counter()
     window = context_length(loaded.model) or _UNENDING
     if context + plan.room > window:
         plan = replace(plan, rounds=1)
     with wired_limit(loaded.model, [generation_stream]):
-        steps = ModelSteps(loaded, context, sequences)
+        steps = ModelSteps(loaded, context)
         # The context grows by one token per step, and the widest step must fit at its end.
         room = max(1, min(1 + steps.target.max_depth, window - context - plan.tokens))
         split = None
-        splits = context >= LONG_CONTEXT and room >= _SPLIT_ROWS and sequences == 1
+        splits = context >= LONG_CONTEXT and room >= _SPLIT_ROWS
         if splits and mx.default_device().type == mx.gpu:
             split = steps.splits_attention(started + plan.seconds / 2)
         times = measure(
@@ -208,47 +198,33 @@ class ModelSteps:
 
     Args:
         context: the number of tokens before the first step.
-        sequences: the number of sequences that share each step, each with its own context.
 
     Attributes:
-        target: the first sequence's target.
+        target: the model with these tokens in its caches.
     """
 
-    def __init__(self, loaded: LoadedModel, context: int, sequences: int = 1) -> None:
-        mode = loaded.joint_mode if sequences > 1 else JointMode.ALONE
-        if sequences > 1 and mode is JointMode.ALONE:
-            raise OptionError(f"sequences is {sequences}: this model's forwards take only 1")
+    def __init__(self, loaded: LoadedModel, context: int) -> None:
         self._loaded = loaded
-        self._batch = Batch(loaded, mode)
-        self._drafters: list[_RandomChains] = []
-        self._sequences: list[Sequence] = []
+        self._drafter = _RandomChains(loaded.vocab_size)
+        self.target: Target = target_for(loaded, loaded.chain_capability)
         seed = min(context - 1, _SEED) if _can_be_filled(loaded) else context - 1
-        for _ in range(sequences):
-            target = target_for(loaded, loaded.chain_capability)
-            drafter = _RandomChains(loaded.vocab_size)
-            with mx.stream(generation_stream):
-                target.prefill(drafter.tokens(seed))
-                if context - 1 > seed:
-                    # Attention takes the same time whatever the keys, and a real prompt of this
-                    # length would take long to run.
-                    _repeat(target.cache, seed, context - 1 - seed)
-                    target.begin_at(context - 1)
-            sequence = Sequence(
-                target,
-                drafter.tokens(1),
-                drafter,
-                Chooser(SamplingParams()),
-                max_tokens=_UNENDING,
-                ends=lambda token: False,
-            )
-            sequence.begin()
-            (outcome,) = self._batch.step([sequence])
-            if isinstance(outcome, Exception):
-                raise outcome
-            self._batch.join(sequence)
-            self._drafters.append(drafter)
-            self._sequences.append(sequence)
-        self.target: Target = self._sequences[0].target
+        with mx.stream(generation_stream):
+            self.target.prefill(self._drafter.tokens(seed))
+            if context - 1 > seed:
+                # Attention takes the same time whatever the keys, and a real prompt of this length
+                # would take long to run.
+                _repeat(self.target.cache, seed, context - 1 - seed)
+                self.target.begin_at(context - 1)
+        self._sequence = Sequence(
+            self.target,
+            self._drafter.tokens(1),
+            self._drafter,
+            Chooser(SamplingParams()),
+            max_tokens=_UNENDING,
+            ends=lambda token: False,
+        )
+        self._sequence.begin()
+        self._step(1, pipelined=False)
 
     def splits_attention(self, end: float) -> bool | None:
         """Whether wide drafts are faster if their attention is split; if so, it stays split.
@@ -270,36 +246,27 @@ class ModelSteps:
         """The seconds of each of ``tokens`` pipelined plain steps."""
         measured: list[float] = []
         while len(measured) < tokens:
-            seconds, verified = self._step([1] * len(self._sequences), pipelined=True)
+            seconds, verified = self._step(1, pipelined=True)
             if verified.pipelined:
                 measured.append(seconds)
         return measured
 
     def drafted(self, rows: int) -> float:
-        """The seconds of one whole drafted step: proposal, forward, reading, acceptance, commit.
-
-        Its ``rows - 1`` draft rows are shared among the sequences as equally as possible.
-        """
-        count = len(self._sequences)
-        wanted = [1 + (rows - 1 + index) // count for index in range(count)]
+        """The seconds of one whole drafted step: proposal, forward, reading, acceptance, commit."""
         while True:  # a plain step that was dispatched earlier comes first
-            seconds, verified = self._step(wanted, pipelined=False)
-            if verified.rows == sum(wanted):
+            seconds, verified = self._step(rows, pipelined=False)
+            if verified.rows == rows:
                 return seconds
 
-    def _step(self, rows: abc.Sequence[int], pipelined: bool) -> tuple[float, VerifiedStep]:
-        """Run a step with these rows per sequence; return its seconds and the first sequence's
-        result.
-        """
-        for drafter, n_rows in zip(self._drafters, rows, strict=True):
-            drafter.pipelined, drafter.rows = pipelined, n_rows
+    def _step(self, rows: int, pipelined: bool) -> tuple[float, VerifiedStep]:
+        """Run a step of so many rows; return its seconds and its result."""
+        self._drafter.pipelined, self._drafter.rows = pipelined, rows
         started = time.perf_counter()
-        outcomes = self._batch.step(self._sequences)
+        (outcome,) = joint_step([self._sequence])
         seconds = time.perf_counter() - started
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
-        return seconds, cast(VerifiedStep, outcomes[0])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return seconds, outcome
 
 
 class _RandomChains(Drafter):

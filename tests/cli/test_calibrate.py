@@ -16,6 +16,7 @@ from mlxspec.cli.calibrate import calibrate_command
 from mlxspec.cli.common.output import ProgressBar
 from mlxspec.drafting.cost_file import Calibration, StepTime
 from mlxspec.engine import calibration
+from mlxspec.models.model import load
 
 TIMES = [
     StepTime(1, 0.025, 0.02, 60),
@@ -40,13 +41,13 @@ def measurements(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records the contexts of measurements, which all return TIMES."""
     contexts: list[int] = []
 
-    def calibrate(model, plan, *, context, sequences, name, on_progress):
+    def calibrate(model, plan, *, context, name, on_progress):
         contexts.append(context)
         on_progress(1.0)
         return Calibration(TIMES, "careful", name=name)
 
     monkeypatch.setattr(calibration, "calibrate", calibrate)
-    monkeypatch.setattr(calibration, "measured_contexts", lambda model, sequences=1: [64])
+    monkeypatch.setattr(calibration, "measured_contexts", lambda model: [64])
     return contexts
 
 
@@ -110,24 +111,20 @@ def test_a_head_s_drafts_are_measured_too(
         assert head["times"][1] == pytest.approx(second)
     lines = [line.split() for line in calibrate(headed).stdout.splitlines()]
     assert ["2", "6.00", "0.24"] in lines
-    for options in (("--no-head",), ("--sequences", 2)):
-        assert json.loads(calibrate(headed, "--json", *options).stdout)["head"] is None
-    for options in (("--show",), ("--sequences", 2), ("--no-head",)):
-        result = calibrate(finite, "--head", headed, *options)
+    assert json.loads(calibrate(headed, "--json", "--no-head").stdout)["head"] is None
+    for option in ("--show", "--no-head"):
+        result = calibrate(finite, "--head", headed, option)
         assert result.exit_code == 1
-        assert options[0] in result.stderr
+        assert option in result.stderr
         assert result.stderr.count("\n") == 1
 
 
-def test_steps_of_several_sequences_are_kept_beside_the_others(
-    endless: Path, measurements: list[int]
-):
-    for sequences in (1, 4):
-        result = calibrate(endless, "--sequences", sequences)
-        assert result.exit_code == 0, result.stderr
-        assert ("4 sequences" in result.stdout) is (sequences == 4)
-    shown = calibrate("--show", "--json", endless)
-    curves = json.loads(shown.stdout)["curves"]
+def test_times_of_shared_steps_are_shown_beside_the_others(endless: Path, measurements: list[int]):
+    assert "4 sequences" not in calibrate(endless).stdout
+    file = calibration.cost_file(load(endless, lazy=True)[0])
+    file.of_sequences(4).update({64: Calibration(TIMES, "steps")})
+    assert "4 sequences" in calibrate("--show", endless).stdout
+    curves = json.loads(calibrate("--show", "--json", endless).stdout)["curves"]
     assert {curve["model"].get("sequences") for curve in curves} == {None, 4}
 
 
@@ -163,9 +160,7 @@ def test_json_is_one_object(endless: Path, measurements: list[int]):
 def test_longer_contexts_are_measured_and_shown_too(
     endless: Path, measurements: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(
-        calibration, "measured_contexts", lambda model, sequences=1: [64, 1000, 8000]
-    )
+    monkeypatch.setattr(calibration, "measured_contexts", lambda model: [64, 1000, 8000])
     report = json.loads(calibrate(endless, "--json").stdout)
     assert measurements == [64, 1000, 8000]
     longer, _ = report.pop("longer_contexts"), report.pop("head")
@@ -195,7 +190,7 @@ def test_attention_is_measured_as_it_runs(
 
     monkeypatch.setattr(calibration, "calibrate", measured)
     assert calibrate(endless, "--context", 8000).exit_code == 0
-    assert calibrate(endless, "--context", 8000, "--sequences", 4).exit_code == 0
+    assert calibrate(endless, "--context", 800).exit_code == 0
     assert split == [None, 715]
 
 

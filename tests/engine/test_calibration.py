@@ -77,29 +77,6 @@ def test_a_calibration_gives_every_number_of_rows_its_time(llama: LoadedModel):
     assert shares[-1] == 1
 
 
-@pytest.mark.slow
-def test_a_shared_step_has_a_row_of_each_sequence_and_the_drafts_between_them(llama: LoadedModel):
-    rows: list[int] = []
-    ordinary = type(llama.model).__call__
-
-    class Watched(type(llama.model)):
-        def __call__(self, tokens, cache=None):
-            rows.append(tokens.shape[1])
-            return ordinary(self, tokens, cache)
-
-    model = LoadedModel(Watched(llama.model.args))
-    plan = replace(SMALL, rows=(2, 16))
-    times = calibrate(model, plan, context=8, sequences=3).times
-    assert [time.rows for time in times] == [1, 2, 16]
-    # All sequences' plain steps, with 1 and 15 draft rows.
-    assert {3, 4, 18} <= set(rows)
-
-
-def test_what_cannot_be_shared_is_refused():
-    with pytest.raises(OptionError, match="sequences is 2: this model's forwards take only 1"):
-        calibrate(LoadedModel(ARCHITECTURES["llama4"].model()), SMALL, context=8, sequences=2)
-
-
 def test_where_accepted_tokens_run_again_a_step_is_measured_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ):

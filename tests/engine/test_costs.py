@@ -289,14 +289,6 @@ def test_contexts_fit_the_model_and_the_memory(
     assert measured_contexts(LoadedModel(random_model("llama", **settings))) == contexts
 
 
-def test_several_sequences_share_the_memory(monkeypatch: pytest.MonkeyPatch):
-    loaded = LoadedModel(random_model("llama"))
-    monkeypatch.setattr(calibration, "whole_memory", lambda: 256 * 16 * 8000)
-    assert measured_contexts(loaded) == [64, 1000, 8000]
-    assert measured_contexts(loaded, sequences=4) == [64, 1000, 2000]
-    assert measured_contexts(loaded, sequences=64) == [64]
-
-
 _PRINT_BLAS = """
 import mlxspec
 from mlxspec.engine.machine import global_blas
