@@ -337,6 +337,7 @@ class Planner:
         return [*self._sources, self.head] if self.head else self._sources
 
     def begin(self, prompt: Sequence[int]) -> None:
+        """Begin a generation after ``prompt``, with a policy of its own."""
         self._last = prompt[-1]
         self.failed = False
         self.joint_plan: Plan | None = None
@@ -353,6 +354,7 @@ class Planner:
             self._fails(error)
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
+        """Pass the generation's model and its random numbers to all sources."""
         for source in self._all_sources:
             source.attach(target, perturb)
 
@@ -399,6 +401,7 @@ class Planner:
         return self._step_plan.head_time
 
     def propose(self, max_depth: int) -> DraftTree:
+        """The draft of :attr:`joint_plan`, or else of a plan for this sequence alone."""
         plan, self.joint_plan = self.joint_plan, None
         try:
             if plan is None and not self.failed:
@@ -456,6 +459,7 @@ class Planner:
         return best_draft(expected, costs, self.policy.rate, allows=allows)[0]
 
     def observe(self, step: VerifiedStep) -> None:
+        """Let the costs, the policy and the sources learn from a step."""
         self._last = step.tokens[-1]
         if not self.failed:
             try:
@@ -492,6 +496,7 @@ class Planner:
             source.observe(step)
 
     def end(self) -> None:
+        """End the generation: costs, experience and sources keep what they have learned."""
         self._experience.probe_step = self.policy.probe_step
         faults = []
         for part in (self.costs, self._experience, *self._sources):

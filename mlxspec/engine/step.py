@@ -189,9 +189,7 @@ class Sequence:
         max_depth = self.max_depth
         proposal = self.drafter.propose(max_depth)
         tree = self._fitting(proposal, max_depth)
-        on_gpu = mx.default_device().type == mx.gpu
         self._planning_seconds = time.perf_counter() - self._started
-        self._blocking_seconds = 0.0 if on_gpu else self._planning_seconds
         self.proposed = len(tree) - 1
         self.tree = DraftTree.chain(self.last) if self.proposed and self.ahead else tree
         self._no_draft = "" if self.recorded is None else self._why_no_draft(proposal, max_depth)
@@ -292,6 +290,7 @@ class Sequence:
         greedy = forward.argmaxes is forward.choices
         argmaxes = choices if greedy else tuple(cast(list[int], forward.argmaxes.tolist()))
         ended = time.perf_counter()
+        on_gpu = mx.default_device().type == mx.gpu
         verified = VerifiedStep(
             tree,
             choices,
@@ -302,7 +301,7 @@ class Sequence:
             sequences=forward.sequences,
             seconds=ended - self._started,
             planning_seconds=self._planning_seconds,
-            blocking_seconds=self._blocking_seconds,
+            blocking_seconds=0.0 if on_gpu else self._planning_seconds,
             pipelined=forward.pipelined,
             ahead=self.ahead is not None,
             context=self.length,
