@@ -142,7 +142,7 @@ def _step(active: Sequence[_Output], ahead: bool, costs: FixedCosts) -> tuple[St
     if len(active) > 1 and planners:
         plans = plan_drafts(dict.fromkeys(planners, MAX_DEPTH), costs, sequences=len(active))
         for planner, plan in zip(planners, plans, strict=True):
-            planner.joint_plan = plan
+            planner.shared_plan = plan
     proposals = [sequence.drafter.propose(MAX_DEPTH) for sequence in active]
     # A plain step that was dispatched ahead runs first, whatever is proposed meanwhile.
     trees = [DraftTree.chain(sequence.last) for sequence in active] if ahead else proposals

@@ -430,9 +430,8 @@ def load_settings() -> Settings:
         return Settings()
     with suppress(OSError, ValueError, RecursionError):
         match load_json(path.read_bytes()):
-            case {"everything": bool(everything), "max_tokens": int(n), **more} if n > 0:
-                # A file with exceptions may forbid some answers, so nothing is kept by it.
-                return Settings(everything and not more.get("except"), n)
+            case {"on": bool(on), "max_tokens": int(n)} if n > 0:
+                return Settings(on, n)
     raise FileError(f"{path}: cannot be read; remove it, and use `mlxspec memory` to set it again")
 
 
@@ -456,7 +455,7 @@ def save_settings(settings: Settings) -> None:
     Raises:
         FileError: they cannot be written.
     """
-    value = {"everything": settings.on, "max_tokens": settings.max_tokens}
+    value = {"on": settings.on, "max_tokens": settings.max_tokens}
     path, remedy = (
         memory_directory() / _SETTINGS,
         f"set {ENVIRONMENT_VARIABLE} to another directory",

@@ -95,7 +95,7 @@ class LiveCosts:
         self._next_save = clock()
         self._lock = threading.RLock()
         self._times = TimeFilter({context: known.times for context, known in calibrations.items()})
-        self._joint: dict[int, LiveCosts] = {}
+        self._of_sequences: dict[int, LiveCosts] = {}
         self._context = 0
         self._begin_run()
 
@@ -114,7 +114,7 @@ class LiveCosts:
         attends to its own context. The sync overhead is assumed to be the same.
         """
         with self._lock:
-            if count not in self._joint:
+            if count not in self._of_sequences:
                 file = self.file.of_sequences(count) if self.file else None
                 calibrations = file.read() if file else {}
                 if not calibrations:
@@ -122,9 +122,9 @@ class LiveCosts:
                     calibrations = {
                         context: Calibration(times) for context, times in assumed.items()
                     }
-                joint = self._joint[count] = type(self)(calibrations, file, self._clock)
+                joint = self._of_sequences[count] = type(self)(calibrations, file, self._clock)
                 joint._times.overhead = self._times.overhead
-            return self._joint[count].for_generation()
+            return self._of_sequences[count].for_generation()
 
     def end(self) -> None:
         """Save what a generation has learned, unless the last save is recent."""

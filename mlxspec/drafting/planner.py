@@ -258,7 +258,7 @@ class Plan(NamedTuple):
         gain: the draft's gain, in tokens.
         pipelined: whether the next step may be dispatched before this step's tokens are known, if
             nothing is drafted.
-        joint: the costs of joint steps; None for a step of this sequence alone.
+        joint_costs: the costs of joint steps; None for a step of this sequence alone.
         charge: the part of a joint step's time that the sequence's guard pays, in plain steps.
         head_time: the expected time that trained heads took before the step, in plain steps.
         head_seconds: the measured time that they took, in seconds.
@@ -271,7 +271,7 @@ class Plan(NamedTuple):
     n_draft: int = 0
     gain: float = 0.0
     pipelined: bool = True
-    joint: Costs | None = None
+    joint_costs: Costs | None = None
     charge: float = 1.0
     head_time: float = 0.0
     head_seconds: float = 0.0
@@ -309,7 +309,7 @@ class Planner:
         experience: the experience of earlier generations, or None.
 
     Attributes:
-        joint_plan: the next step's plan, if sequences that share the step have planned it together.
+        shared_plan: the next step's plan, if the sequences that share the step planned it together.
         policy: the current generation's policy.
         failed: whether planning has failed in the current generation.
         guide: a constrained output's :class:`mlxspec.engine.grammar.Grammar`, or None.
@@ -340,7 +340,7 @@ class Planner:
         """Begin a generation after ``prompt``, with a policy of its own."""
         self._last = prompt[-1]
         self.failed = False
-        self.joint_plan: Plan | None = None
+        self.shared_plan: Plan | None = None
         self._step_plan = NO_PLAN
         self.policy = Policy()
         try:
@@ -401,8 +401,8 @@ class Planner:
         return self._step_plan.head_time
 
     def propose(self, max_depth: int) -> DraftTree:
-        """The draft of :attr:`joint_plan`, or else of a plan for this sequence alone."""
-        plan, self.joint_plan = self.joint_plan, None
+        """The draft of :attr:`shared_plan`, or else of a plan for this sequence alone."""
+        plan, self.shared_plan = self.shared_plan, None
         try:
             if plan is None and not self.failed:
                 (plan,) = plan_drafts({self: max_depth}, self.costs)
@@ -473,12 +473,12 @@ class Planner:
             spent_seconds = max(spent_seconds, min(step.blocking_seconds, step.seconds / 2))
         # This comes first, since with a caller's cache the context is longer than the prompt.
         self.costs.move_to(step.context)
-        plan, costs, charge = self._step_plan, self._step_plan.joint or self.costs, None
+        plan, costs, charge = self._step_plan, self._step_plan.joint_costs or self.costs, None
         # Even a step that was planned alone can share a forward that was dispatched ahead.
-        if not plan.joint and step.sequences == 1:
+        if not plan.joint_costs and step.sequences == 1:
             seconds = step.seconds - spent_seconds - plan.head_seconds
             self.costs.record(step.rows, seconds, step.pipelined)
-        if plan.joint:
+        if plan.joint_costs:
             drafted = step.rows - step.sequences
             cost = costs.hopeful(1 + drafted)
             charge = plan.charge if drafted or not plan.n_draft else 1.0
@@ -487,7 +487,7 @@ class Planner:
         cost += plan.head_time
         probing = costs.wants_plain_steps
         # While one sequence plans, all wait. The time of heads is part of the cost.
-        planning_seconds = step.planning_seconds - (0.0 if plan.joint else plan.head_seconds)
+        planning_seconds = step.planning_seconds - (0.0 if plan.joint_costs else plan.head_seconds)
         planning_time = step.sequences * max(planning_seconds, 0.0) / costs.plain_seconds
         self.policy.account_for(
             step, cost, gain=plan.gain, probing=probing, charge=charge, planning_time=planning_time
@@ -580,7 +580,7 @@ def plan_drafts(
             n_draft=shares[index],
             gain=part * gain - plan.head_time,
             pipelined=pipelined,
-            joint=costs if sequences > 1 else None,
+            joint_costs=costs if sequences > 1 else None,
             planning_seconds=seconds if sequences > 1 else 0.0,  # alone, the step measures it
             charge=plan.charge + part * step.more_time(n_draft),
         )
@@ -734,7 +734,7 @@ class JointPlan:
         """
         texts, members = [plan.candidates for plan in plans], [*heads.values()]
         nodes = self.frontier(texts)
-        options = [(*self._outcome(nodes, self.choose(nodes)[1]), 0)]
+        options = [(*self._tokens_and_cost(nodes, self.choose(nodes)[1]), 0)]
         max_depth = min(max(self._depths[index] for index in heads), self._max_nodes)
         for depth in range(1, min(max_depth, len(members[0].experience.p_accept)) + 1):
             surer = {
@@ -747,14 +747,14 @@ class JointPlan:
             nodes = self.frontier([surer.get(index, text) for index, text in enumerate(texts)])
             taken = self._time_of_heads(depth, members)
             if n_draft := self.choose(nodes, taken)[1]:
-                tokens, cost = self._outcome(nodes, n_draft)
+                tokens, cost = self._tokens_and_cost(nodes, n_draft)
                 options.append((tokens, cost + taken, depth))
         price = price_of_time(max(tokens / cost for tokens, cost, _ in options), self._rate)
         _, _, best = max(options, key=lambda option: option[0] - price * option[1])
         trial = any(head.trials and plans[index].p_next < _UNSURE for index, head in heads.items())
         return best or int(trial)
 
-    def _outcome(self, nodes: _Nodes, n_draft: int) -> tuple[float, float]:
+    def _tokens_and_cost(self, nodes: _Nodes, n_draft: int) -> tuple[float, float]:
         """The expected tokens of a step with the first ``n_draft`` nodes, and its cost."""
         return nodes.expected[n_draft], self._table[n_draft + 1]
 

@@ -66,6 +66,7 @@ class Sequence:
         forward: the forward over these rows.
         ahead: the next step's forward, if the last step has already dispatched it.
         proposed: the number of draft tokens in the last proposal.
+        last: the context's last token, which the next step's first row runs.
         uncounted: the seconds that drafting has taken since the last step, which count in the next.
         error: the exception that its drafter, processor or the like has raised. The sequence must
             then be closed.
@@ -107,7 +108,8 @@ class Sequence:
         self.in_mlx_lms_chunks = in_mlx_lms_chunks
         self._steps = 0
         self._open = False
-        self.uncounted = 0.0
+        self._started = self._planning_seconds = self.uncounted = 0.0
+        self._no_draft = ""
 
     def begin(self) -> None:
         """Run the prompt without its last token, which the first step runs."""
@@ -620,7 +622,7 @@ class Batch:
         if planners and (planned := self._planned(lambda: self._plan(sequences, planners))):
             costs, plans = planned
         for (sequence, planner), plan in zip(planners.items(), plans, strict=True):
-            planner.joint_plan = plan
+            planner.shared_plan = plan
             sequence.uncounted += plan.planning_seconds
         outcomes = joint_step(sequences, self._joint, others_join)
         steps = [outcome for outcome in outcomes if isinstance(outcome, VerifiedStep)]

@@ -172,7 +172,7 @@ class ServedModel:
     Attributes:
         name: the model's name in requests.
         decoder: the decoder, with its model loaded.
-        caches: the cache options of all requests.
+        cache_options: the cache options of all requests.
         template_arguments: default arguments of the chat template, overridden by a request's.
         memory: the memory needs of its weights, caches and forwards.
         cache: the prefix cache.
@@ -180,7 +180,7 @@ class ServedModel:
 
     name: str
     decoder: Decoder
-    caches: CacheOptions = field(default_factory=CacheOptions)
+    cache_options: CacheOptions = field(default_factory=CacheOptions)
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -189,8 +189,8 @@ class ServedModel:
         decoder = self.decoder
         factory = decoder.drafter_factory
         draft_model = factory.draft_model if isinstance(factory, Auto) else None
-        self.memory = CacheMemory(decoder.loaded, self.caches, draft_model)
-        self.cache = PrefixCache(decoder.model, self.caches, decoder.loaded.chunks_matter)
+        self.memory = CacheMemory(decoder.loaded, self.cache_options, draft_model)
+        self.cache = PrefixCache(decoder.model, self.cache_options, decoder.loaded.chunks_matter)
 
     @property
     def context_length(self) -> int | None:

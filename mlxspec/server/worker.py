@@ -139,7 +139,7 @@ class ServedRequest(Request):
         top_logprobs: int | None = None,
         key: str = "",
     ) -> None:
-        given = cast(GenerationOptions, {**vars(served.caches), **options})
+        given = cast(GenerationOptions, {**vars(served.cache_options), **options})
         make_drafter = partial(served.make_drafter, prediction, key)
         super().__init__(served.decoder, prompt, max_tokens, given, make_drafter, self._send)
         self.at_end = self._end

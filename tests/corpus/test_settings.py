@@ -50,19 +50,9 @@ def test_settings_are_read_as_they_were_written(home: Path):
     assert home.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("everything", [False, True])
-def test_by_an_earlier_file_with_exceptions_nothing_is_kept(home: Path, everything: bool):
-    home.mkdir()
-    for exceptions, on in (([], everything), (["0123456789abcdef"], False)):
-        value = {"everything": everything, "except": exceptions, "max_tokens": 1000}
-        (home / "settings.json").write_text(json.dumps(value))
-        assert load_settings() == Settings(on, 1000)
-
-
 @given(st.one_of(json_values, st.fixed_dictionaries(
     {
-        "everything": st.booleans() | json_values,
-        "except": st.just([]) | json_values,
+        "on": st.booleans() | json_values,
         "max_tokens": st.integers() | json_values,
     }
 )))  # fmt: skip
@@ -83,7 +73,7 @@ def test_whatever_settings_hold_is_read_or_refused_in_one_line(value: object):
         assert settings.max_tokens == value["max_tokens"]
 
 
-@given(mutated(b'{"everything": true, "except": [], "max_tokens": 50000000}\n'))
+@given(mutated(b'{"on": true, "max_tokens": 50000000}\n'))
 def test_damaged_settings_are_read_or_refused(data: bytes):
     path = memory_directory() / "settings.json"
     path.parent.mkdir(exist_ok=True)

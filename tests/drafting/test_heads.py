@@ -313,7 +313,7 @@ def test_heads_of_a_joint_step_run_together() -> None:
     assert [head.runs for head in heads] == [[(4, 3)]] * 3
     assert {plan.head_time for plan in plans} == {0.2}
     for planner, plan in zip(planners, plans, strict=True):
-        planner.joint_plan = plan
+        planner.shared_plan = plan
     trees = [planner.propose(64) for planner in planners]
     assert [len(tree) for tree in trees] == [5, 5, 3]  # no deeper than its output may be
     charged = sum(plan.charge for plan in plans)

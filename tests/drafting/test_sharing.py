@@ -32,7 +32,7 @@ def trees(planners: Sequence[Planner], costs: Costs, **options: Any) -> list[Dra
     """Return the drafts that are planned together."""
     plans = plan_drafts(dict.fromkeys(planners, 64), costs, **options)
     for planner, plan in zip(planners, plans, strict=True):
-        planner.joint_plan = plan
+        planner.shared_plan = plan
     return [planner.propose(64) for planner in planners]
 
 
