@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Self, cast
@@ -108,15 +107,12 @@ class DraftModelDrafts(HeadSource):
         self._prefill(())  # converts the caches
 
     @classmethod
-    def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
-        behind, started = max(head._behind for head in heads), time.perf_counter()
+    def _run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
         # The tokens stay lazy: all are read at once, after the last forward has been dispatched.
         tokens, confidences = zip(*(head._lazy_draft(depth) for head in heads), strict=True)
         with mx.stream(generation_stream):
             drafted = mx.stack(list(tokens)), mx.stack(list(confidences))
         drafts = list(zip(*(cast(list[Any], array.tolist()) for array in drafted), strict=True))
-        if behind <= FEW_ROWS:  # catching up on many rows takes longer
-            heads[0].experience.record(depth, len(heads), time.perf_counter() - started)
         for head, (draft, _) in zip(heads, drafts, strict=True):
             head._drafted = draft
         return drafts
@@ -131,8 +127,7 @@ class DraftModelDrafts(HeadSource):
             self._caches.truncate(min(self._caches.length, kept))
 
     @property
-    def _behind(self) -> int:
-        """The number of rows that the draft model has yet to run."""
+    def behind(self) -> int:
         return len(self._context) - self._caches.length
 
     def _prefill(self, tokens: Sequence[int]) -> None:
@@ -146,7 +141,7 @@ class DraftModelDrafts(HeadSource):
 
     def _lazy_draft(self, depth: int) -> tuple[mx.array, mx.array]:
         """Draft ``depth`` tokens; return them and their confidences, (depth,) each, lazy."""
-        if self._behind > FEW_ROWS:
+        if self.behind > FEW_ROWS:
             self._prefill(self._context[self._caches.length : -1])
         rows = mx.array(self._readable(self._context[self._caches.length :]))
         tokens, confidences = [], []

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import KVCache
 
-from ..drafting.heads import FEW_ROWS, HeadExperience, HeadSource
+from ..drafting.heads import HeadExperience, HeadSource
 from ..errors import LoadError
 from ..models.heads import Head
 from ..models.heads.blocks import DFlash
@@ -345,11 +345,11 @@ class HeadDrafts(HeadSource):
         cache = self.target.head
         return cache is not None and cache.is_ready(self.target.length)
 
+    @property
+    def behind(self) -> int:
+        return self.cache.behind
+
     @classmethod
-    def run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
-        behind, started = max(head.cache.behind for head in heads), time.perf_counter()
+    def _run(cls, heads: Sequence[Self], depth: int) -> list[tuple[list[int], list[float]]]:
         with mx.stream(generation_stream):
-            drafts = heads[0]._trained.draft(heads, depth)
-        if behind <= FEW_ROWS:  # catching up on many rows takes longer
-            heads[0].experience.record(depth, len(heads), time.perf_counter() - started)
-        return drafts
+            return heads[0]._trained.draft(heads, depth)
