@@ -202,9 +202,9 @@ def _known(name: str | None, options: CalibrateOptions) -> list[Report]:
         digest = model_identity(model)["digest"]
     return [
         _curve(file, context, known)
-        for file in cost_files()
+        for file, calibrations in cost_files()
         if digest in (None, file.model["digest"])
-        for context, known in sorted(file.read().items())
+        for context, known in sorted(calibrations.items())
         if not options.contexts or context in options.contexts
     ]
 

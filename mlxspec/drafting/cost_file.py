@@ -116,11 +116,11 @@ class CostFile:
         write_kept(self.path, content)
 
 
-def cost_files() -> list[CostFile]:
-    """The files of all machines and models, as far as they can be used."""
+def cost_files() -> list[tuple[CostFile, dict[int, Calibration]]]:
+    """The files of all machines and models, as far as they can be used, and what they keep."""
     paths = sorted(_step_times_directory().glob("*.json"))
     kept = [read_kept("step times", path, _read_step_times) for path in paths]
-    return [entry[0] for entry in kept if entry]
+    return [entry for entry in kept if entry]
 
 
 def _read_step_times(content: Any) -> tuple[CostFile, dict[int, Calibration]]:

@@ -36,7 +36,7 @@ def test_what_was_kept_is_read_again(file: CostFile):
     assert file.read() == {}
     file.update({1024: KNOWN})
     assert CostFile(MACHINE, MODEL).read() == {1024: KNOWN}
-    assert cost_files() == [file]
+    assert cost_files() == [(file, {1024: KNOWN})]
     widest = replace(KNOWN, times=[*TIMES, StepTime(WIDEST, 0.3, 0.05)])
     file.update({4096: widest})
     assert file.read()[4096] == widest
@@ -135,7 +135,11 @@ def test_a_file_that_has_been_changed_or_cut_is_ignored(
 def usable_or_ignored(file: CostFile) -> None:
     """Assert that a reader ignores unusable content and never raises."""
     known = harmless(
-        lambda: [found for one in (file, *cost_files()) for found in one.read().values()]
+        lambda: [
+            found
+            for known in (file.read(), *(kept for _, kept in cost_files()))
+            for found in known.values()
+        ]
     )
     assert isinstance(known, list)
     for found in known:
