@@ -153,10 +153,11 @@ async def take_turn(address: str, kind: str, clients: int, seconds: float, numbe
     """Run several clients at once, which start with different prompts, and in each turn with other
     ones.
     """
-    found = [prompt for prompt in bundled_prompts() if prompt.category in _KINDS[kind]]
     if kind == "mixed":
         found = [prompt for prompt in read_prompts(_CHATS) if not prompt.raw]
         random.Random(0).shuffle(found)  # in the file, each kind stands together
+    else:
+        found = [prompt for prompt in bundled_prompts() if prompt.category in _KINDS[kind]]
     starts = [number // 100 + own * len(found) // clients for own in range(clients)]
     end = time.perf_counter() + seconds
     async with httpx.AsyncClient(base_url=address, timeout=300, verify=False) as client:
