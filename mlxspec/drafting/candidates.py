@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
-from typing import Any, Protocol
+from typing import Protocol
 
 from .accept import VerifiedStep
 from .tree import DraftTree
@@ -34,9 +34,9 @@ class SourceNode(Protocol):
 class Source:
     """Where the candidates of a planned draft come from.
 
-    A generation calls :meth:`attach`, :meth:`begin` once with the prompt, then :meth:`search`, if a
-    draft may pay, and :meth:`observe` alternately, and :meth:`end`. A user's drafter becomes a
-    source in :class:`.sources.DrafterSource`.
+    A generation calls :meth:`begin` once with the prompt, then :meth:`search`, if a draft may pay,
+    and :meth:`observe` alternately, and :meth:`end`. A user's drafter becomes a source in
+    :class:`.sources.DrafterSource`.
 
     Attributes:
         spent_seconds: the time that a user's drafter has taken in the current step.
@@ -45,9 +45,6 @@ class Source:
 
     spent_seconds: float = 0.0
     fault: Exception | None = None
-
-    def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
-        """As for :meth:`.drafter.Drafter.attach`."""
 
     def begin(self, prompt: Sequence[int]) -> None:
         """As for :meth:`.drafter.Drafter.begin`."""

@@ -6,8 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ..errors import MlxspecError, OptionError
 from .accept import VerifiedStep
@@ -31,17 +30,6 @@ class Drafter:
     is proposed. The next proposal then has to wait for a plain step. This attribute is read after
     every proposal, so it may be a property.
     """
-
-    def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
-        """Receive the target that will verify the drafts; called before :meth:`begin`.
-
-        Only drafters that run a model need this: more of their tokens are right if they use the
-        random numbers that will choose the output's tokens.
-
-        Args:
-            target: the sequence's :class:`mlxspec.engine.target.Target`.
-            perturb: :meth:`mlxspec.engine.sampling.Chooser.perturb`.
-        """
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a generation whose context is ``prompt`` (at least one token id)."""

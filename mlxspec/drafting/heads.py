@@ -94,7 +94,13 @@ class HeadSource:
         self._logits: list[tuple[float, tuple[int, int]]] = []
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
-        """Like :meth:`mlxspec.Drafter.attach`."""
+        """Receive the target that will verify the drafts; called before :meth:`begin`.
+
+        Args:
+            target: the sequence's :class:`mlxspec.engine.target.Target`.
+            perturb: :meth:`mlxspec.engine.sampling.Chooser.perturb`. More drafts are right if they
+                use the random numbers that will choose the output's tokens.
+        """
         self.target, self.perturb = target, perturb
 
     def begin(self, prompt: Sequence[int]) -> None:

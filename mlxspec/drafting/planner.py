@@ -354,9 +354,9 @@ class Planner:
             self._fails(error)
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
-        """Pass the generation's model and its random numbers to all sources."""
-        for source in self._all_sources:
-            source.attach(target, perturb)
+        """Give the trained head, if there is one, what :meth:`.HeadSource.attach` needs."""
+        if self.head:
+            self.head.attach(target, perturb)
 
     def search(
         self, max_depth: int, row_costs: Sequence[float] = (), scale: float = 1.0

@@ -37,9 +37,6 @@ class DrafterSource(Source):
         self._drafter = checked_drafter(drafter)
         self._p_accept = [_FIRST_P_ACCEPT] * (_DEPTHS + 1)
 
-    def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
-        self._drafter.attach(target, perturb)
-
     def begin(self, prompt: Sequence[int]) -> None:
         self._last = prompt[-1]
         self._tree: DraftTree | None = None
@@ -118,10 +115,6 @@ class CombinedDrafter(Drafter):
     def pipelined(self) -> bool:  # type: ignore[override]
         """Whether both drafters expect no draft soon."""
         return self.first.pipelined and self.second.pipelined
-
-    def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
-        self.first.attach(target, perturb)
-        self.second.attach(target, perturb)
 
     def begin(self, prompt: Sequence[int]) -> None:
         self.first.begin(list(prompt))

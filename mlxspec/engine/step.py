@@ -162,7 +162,8 @@ class Sequence:
         return tokens > 0 and not self.in_mlx_lms_chunks and self.target.takes_as_rows(tokens)
 
     def _begin_drafter(self) -> None:
-        self.drafter.attach(self.target, self.chooser.perturb)
+        if self.planner:
+            self.planner.attach(self.target, self.chooser.perturb)
         self.drafter.begin(list(self.prompt))
         self._open = True
 
