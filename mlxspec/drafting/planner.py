@@ -354,7 +354,7 @@ class Planner:
             self._fails(error)
 
     def attach(self, target: Any, perturb: Callable[..., Any]) -> None:
-        """Give the trained head, if there is one, what :meth:`.HeadSource.attach` needs."""
+        """Give the trained head or draft model, if any, what :meth:`.HeadSource.attach` needs."""
         if self.head:
             self.head.attach(target, perturb)
 
