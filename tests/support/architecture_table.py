@@ -22,25 +22,24 @@ from tests.support.rarer_architectures import NOT_TRIED
 _INTRODUCTION = """\
 # Architectures
 
-The table shows which drafts these models verify, and why. Small models of each
-architecture were run to find out, and their output equals mlx-lm's token for token
-(`tests/engine/test_architectures.py`). `mlxspec inspect MODEL` does the same for any
-model. **tree**: branching drafts. **chain**: one continuation. **replay**: one continuation;
-some states cannot be trimmed, so after a rejection they are computed again for the accepted
-tokens: from the step's intermediate results, which takes a few small operations per layer, or,
-where that is not possible, by running these tokens again. **plain**: no drafts, token by token.
+This table shows which drafts mlx-lm's architectures verify. Small random models of each were run to
+find out, and their output equals mlx-lm's token for token. `mlxspec inspect MODEL` shows it for any
+model.
 
-The column "several sequences" shows how they share a forward. **joint**: attention runs once per
+- **tree**: branching drafts.
+- **chain**: one continuation, for the reason given.
+- **replay**: one continuation. Some states cannot be trimmed, so after a rejection they are
+  computed again for the accepted tokens.
+- **plain**: no drafts, for the reason given. Prompts run in mlx-lm's chunks, since others could
+  change the answer, and the server shares no part of them.
+
+The last column shows how several sequences share a forward. **joint**: attention runs once per
 sequence, recurrent blocks once for all sequences with equally many rows, and everything else once
 for all rows. **joint with a block mask**: attention runs over the keys of all sequences, with
 a mask that hides them from each other. **one at a time**: each sequence has forwards of its own.
 
-The last column shows in which chunks prompts may run. **any**: the answer is the same in all
-chunks. **mlx-lm's**: other chunks could change the answer, so these prompts run in mlx-lm's,
-and the server shares no part of them. This applies to models that verify no drafts.
-
-| Models | mlx-lm's architecture | caches | drafts | why | several sequences | chunks |
-|---|---|---|---|---|---|---|
+| Models | mlx-lm's architecture | caches | drafts | several sequences |
+|---|---|---|---|---|
 """
 
 
@@ -61,6 +60,8 @@ def notes() -> list[str]:
         "PLaMo 3: rows in one chunk see more of the window than one by one, so a prompt longer "
         "than the window runs in mlx-lm's chunks.",
         "",
+        "Mistral Small 3 is `mistral3` with Llama's text model, and verifies trees.",
+        "",
         "These are all of mlx-lm's architectures except the following, which were not tried:",
         "",
         *(f"- `{name}`: {reason}" for name, reason in NOT_TRIED.items()),
@@ -76,15 +77,17 @@ def row(
     caches = sorted(
         {type(cache).__name__ for cache in parts(make_prompt_cache(architecture.model()))}
     )
+    drafts = capability.value
+    if capability in (Capability.CHAIN, Capability.PLAIN):
+        drafts += f": {reason}"
     line = (
         f"| {architecture.published} | `{architecture.model_type}` | {', '.join(caches)} "
-        f"| {capability.value} | {reason} |"
+        f"| {drafts} |"
     )
     if model is None:
         return line
     joint, _ = examine_joint(LoadedModel(model), capability)
-    chunked = "mlx-lm's" if capability is Capability.PLAIN else "any"
-    return f"{line} {joint.value} | {chunked} |"
+    return f"{line} {joint.value} |"
 
 
 if __name__ == "__main__":

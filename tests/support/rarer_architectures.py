@@ -436,7 +436,7 @@ RARER: Rarer = {
     ),
     "mistral3": (
         Capability.CHAIN,
-        "Mistral Small 3, Ministral 3 (images and text)",
+        "Ministral 3 (images and text)",
         nested("ministral3", **MINISTRAL_SCALING, **SLIDING),
     ),
     "mistral4": (
