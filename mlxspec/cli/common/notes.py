@@ -105,26 +105,10 @@ def run_command(command: click.Command, name: str) -> None:
         except click.ClickException as error:
             context = getattr(error, "ctx", None)
             hint = f" ({context.command_path} --help)" if context else ""
-            _fail(_message(error).rstrip(".") + hint, error.exit_code)
+            _fail(error.format_message().rstrip(".") + hint, error.exit_code)
         except click.Abort as error:  # click has printed a newline, but not after its own question
             _write("Interrupted." if error.__cause__ else "\nInterrupted.")
             sys.exit(INTERRUPTED)
-
-
-_RENAMED = {
-    "--memory": ("--memory-limit", "--remember"),
-    "--no-memory": ("--no-saved-answers",),
-}
-"""The new names of options, by their former ones; a command has at most one of them."""
-
-
-def _message(error: click.ClickException) -> str:
-    """What is wrong; for the former name of an option, the new one."""
-    if isinstance(error, click.NoSuchOption) and error.ctx:
-        names = {name for param in error.ctx.command.params for name in param.opts}
-        for name in names.intersection(_RENAMED.get(error.option_name, ())):
-            return f"{error.option_name} is now {name}"
-    return error.format_message()
 
 
 @contextmanager

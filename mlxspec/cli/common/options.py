@@ -74,11 +74,7 @@ class Command(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], *rest: Any, **more: Any
     ) -> click.Context:
-        """Make click's context, with the user's settings as the defaults of options.
-
-        The context's ``obj`` has the words of the command line.
-        """
-        more.setdefault("obj", [*args])
+        """Make click's context, with the user's settings as the defaults of options."""
         with suppress(MlxspecError):  # the command itself reports it; --help should still work
             more.setdefault("default_map", defaults_of(self.name or ""))
         return super().make_context(info_name, args, *rest, **more)
