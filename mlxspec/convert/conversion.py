@@ -20,7 +20,7 @@ from ..models.heads.settings import text_of
 from ..models.model import load_lazily
 from ..models.model_files import WEIGHTS, find_directory, local_path, no_such_model, read_config
 from ..terminal import one_line
-from .hugging_face import copy_tokenizer, load_head_alone, without_float64
+from .hugging_face import copy_tokenizer, load_head_alone
 from .original import load_original
 
 Quantization = dict[str, Any]
@@ -93,11 +93,7 @@ def convert(
             model, config, about = load_head_alone(head_directory(hf_path, revision))
         else:
             source = find_directory(hf_path, revision)
-            readable = without_float64(source, Path(d))
-            try:
-                model, config = load_lazily(readable, read_config(source))
-            except LoadError as error:
-                raise LoadError(str(error).replace(str(readable), str(source))) from error
+            model, config = load_lazily(source, read_config(source))
         model, config = _prepare(model, config, dtype, quantization)
         nbytes = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
         parameters = get_total_parameters(model)

@@ -314,28 +314,11 @@ def check_weights_file(path: Path) -> dict[str, mx.array]:
     except (SafetensorError, RuntimeError, ValueError) as error:
         if "unsupported dtype" in str(error):
             kind = str(error).split()[-1]
-            raise LoadError(f"{path}: {_unsupported_type(path, kind)}") from error
+            with safe_open(path, "np") as file:
+                names = (n for n in file.keys() if file.get_slice(n).get_dtype() == kind)  # noqa: SIM118
+                raise LoadError(
+                    f"{path}: the tensor {printable(next(names))} has the type {kind}, which MLX "
+                    "cannot read; use the original in 16 bits, and quantise it with "
+                    "`mlxspec convert -q`"
+                ) from error
         raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error
-
-
-def _unsupported_type(path: Path, kind: str) -> str:
-    """The error about the first tensor of a whole file whose type is one that MLX cannot read."""
-    name = next(name for name, tensor_type in tensor_types(path).items() if tensor_type == kind)
-    problem = f"the tensor {printable(name)} has the type {kind}"
-    if kind == "F64":
-        remedy = "convert the model with `mlxspec convert`, which casts it"
-    else:
-        remedy = "use the original in 16 bits, and quantise it with `mlxspec convert -q`"
-    return f"{problem}, which MLX cannot read; {remedy}"
-
-
-def tensor_types(path: Path) -> dict[str, str]:
-    """The type of each tensor in a safetensors file, such as "BF16"; empty if it is damaged."""
-    from safetensors import SafetensorError, safe_open
-
-    check_not_special(path)
-    try:
-        with safe_open(path, "np") as file:
-            return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError):
-        return {}
