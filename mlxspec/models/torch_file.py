@@ -8,9 +8,9 @@ function that it names. Here only a few names are accepted, and they build plain
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -22,32 +22,26 @@ _TYPES: dict[str, np.dtype[Any]] = {
     "FloatStorage": np.dtype("<f4"),
     "HalfStorage": np.dtype("<f2"),
     _BFLOAT16: np.dtype("<u2"),
-}
-_INTEGERS: dict[str, np.dtype[Any]] = {
     "LongStorage": np.dtype("<i8"),
     "IntStorage": np.dtype("<i4"),
     "BoolStorage": np.dtype("?"),
 }
 
 
-def read_torch_file(path: Path, integers: bool = False) -> Iterator[tuple[str, mx.array]]:
+def read_torch_file(path: Path) -> Iterator[tuple[str, mx.array]]:
     """Yield the name and the elements of each tensor, one after another.
-
-    Args:
-        integers: whether it may also hold integers and truth values.
 
     Raises:
         LoadError: the file is damaged, has the format from before PyTorch 1.6, or holds anything
             but tensors of the accepted types.
     """
-    types = _TYPES | _INTEGERS if integers else _TYPES
     try:
         with zipfile.ZipFile(path) as archive:
             (pickled,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
             folder = pickled.removesuffix(".pkl")
-            for name, tensor in _TensorUnpickler(archive.open(pickled), types).load().items():
+            for name, tensor in _TensorUnpickler(archive.open(pickled)).load().items():
                 (_, kind, record, *_), offset, shape, strides, *_ = tensor
-                dtype = types[kind]
+                dtype = _TYPES[kind]
                 elements = archive.read(f"{folder}/{record}")
                 steps = [stride * dtype.itemsize for stride in strides]
                 # numpy refuses a view that reaches beyond the elements.
@@ -73,16 +67,12 @@ class _TensorUnpickler(pickle._Unpickler):
     damaged pickle with a huge index, the one written in C would allocate as much memory.
     """
 
-    def __init__(self, file: IO[bytes], types: Collection[str]) -> None:
-        super().__init__(file)
-        self._types = types
-
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return lambda *description: description
-        if module == "torch" and name in self._types:
+        if module == "torch" and name in _TYPES:
             return name
         raise LoadError(
             f"asks for {printable(f'{module}.{name}')}, which is neither a tensor nor a container; "

@@ -106,7 +106,7 @@ def changed(**arrays: np.ndarray | None) -> dict[str, np.ndarray]:
             changed(norm__weight=np.zeros(65, np.float32)),
             r"Expected shape \(64,\) but received shape \(65,\) for parameter model\.norm",
         ),
-        (changed(norm__weight=np.zeros(64, np.int64)), r"asks for torch\.LongStorage, "),
+        (changed(norm__weight=np.zeros(64, np.int64)), "norm.weight have numbers of type int64"),
         (changed(tok_embeddings__weight=None), "embed_tokens"),
     ],
 )

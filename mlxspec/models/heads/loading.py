@@ -86,7 +86,7 @@ class HeadFiles:
         tensors: dict[str, mx.array] = {}
         for path in self.files:
             if path.suffix == ".bin":
-                loaded = dict(read_torch_file(path, integers=True))
+                loaded = dict(read_torch_file(path))
             else:
                 loaded = check_weights_file(path)
             # If no name has this prefix, all of the file's tensors are the head's.
