@@ -28,12 +28,13 @@ class ApiAnswer(ABC):
     headers: Mapping[str, str] = {}
     """The response's headers."""
 
-    def __init__(self, choices: Sequence[Choice]) -> None:
-        self.choices = choices
+    def __init__(self, n_choices: int = 1) -> None:
+        self.choices = [Choice(index) for index in range(n_choices)]
 
     def read_with(self, tokenizer: TokenizerWrapper, format: OutputFormat | None) -> None:
         """Set the tokenizer and the format of the outputs, before the first event."""
         self.choices = [Choice(choice.index, format) for choice in self.choices]
+        self._tokenizer = tokenizer
 
     @property
     def done(self) -> bool:

@@ -209,7 +209,7 @@ class MessagesAnswer(ApiAnswer):
     """
 
     def __init__(self, body: MessagesBody, model: str) -> None:
-        super().__init__([Choice()])
+        super().__init__()
         self.headers = messages_headers(model)
         self._body = body
         self._message: dict[str, Any] = {

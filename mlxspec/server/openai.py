@@ -25,7 +25,8 @@ from .choice import Choice, TextRun
 from .output_parser import OutputFormat, Part
 from .worker import Piece
 
-_Top = Annotated[Integer, Field(ge=0, le=20)]
+Top = Annotated[Integer, Field(ge=0, le=20)]
+"""How many of the likeliest tokens to return with each token."""
 
 
 class _Tool(Body):
@@ -75,7 +76,7 @@ class ChatBody(ApiBody):
     tools: Items[_Tool] = []
     tool_choice: StringOr[Literal["none", "auto", "required"], _Tool] = "auto"
     logprobs: bool = False
-    top_logprobs: _Top = 0
+    top_logprobs: Top = 0
 
     unsupported = (*ApiBody.unsupported, "chats", "/v1/chat/completions")
 
@@ -119,7 +120,7 @@ class CompletionBody(ApiBody):
     prompt: Annotated[_Prompts, BeforeValidator(_as_prompts)]
     suffix: str = ""
     echo: bool = False
-    logprobs: _Top | None = None
+    logprobs: Top | None = None
 
     unsupported = (*ApiBody.unsupported, "/v1/completions")
     param = "prompt"
@@ -168,8 +169,6 @@ class ChatAnswer(ApiAnswer):
     Reasoning is sent as ``reasoning_content``. Log-probabilities are sent for the text only.
     """
 
-    _tokenizer: TokenizerWrapper
-
     end = "data: [DONE]\n\n"
     _prefix, _object, _chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -179,7 +178,7 @@ class ChatAnswer(ApiAnswer):
         model: str,
         n_prompts: int = 1,
     ) -> None:
-        super().__init__([Choice(index) for index in range(n_prompts * body.n)])
+        super().__init__(n_prompts * body.n)
         self._body = body
         self._head = {
             "id": f"{self._prefix}-{uuid.uuid4().hex}",
@@ -187,10 +186,6 @@ class ChatAnswer(ApiAnswer):
             "model": model,
             "system_fingerprint": f"mlxspec-{__version__}",
         }
-
-    def read_with(self, tokenizer: TokenizerWrapper, format: OutputFormat | None) -> None:
-        super().read_with(tokenizer, format)
-        self._tokenizer = tokenizer
 
     def begin(self) -> list[dict[str, Any]]:
         """The chunks that begin the choices, in order.

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from pydantic import (
     AfterValidator,
     AliasChoices,
@@ -32,7 +31,6 @@ from .body import (
     ApiError,
     Body,
     Dictionary,
-    Integer,
     Items,
     Name,
     StringOr,
@@ -42,8 +40,8 @@ from .body import (
     without_nulls,
 )
 from .choice import Choice, TextRun
-from .openai import chat_logprobs
-from .output_parser import OutputFormat, Part
+from .openai import Top, chat_logprobs
+from .output_parser import Part
 from .worker import Ended
 
 _INPUT = "input"  # the argument with the text for a custom tool
@@ -183,7 +181,7 @@ class ResponsesBody(ApiBody):
     tools: _Tools = []
     tool_choice: StringOr[Literal["none", "auto", "required"], _ToolBody] = "auto"
     include: Items[str] = []
-    top_logprobs: Annotated[Integer, Field(ge=0, le=20)] = 0
+    top_logprobs: Top = 0
     metadata: Annotated[Dictionary[str, str], Field(max_length=16)] = {}  # OpenAI's limit
     store: bool = True
     text: OutputOptions = OutputOptions()
@@ -424,7 +422,7 @@ class ResponsesAnswer(ApiAnswer):
         model: str,
         keep: Callable[[dict[str, Any], Sequence[dict[str, Any]]], None],
     ) -> None:
-        super().__init__([Choice()])
+        super().__init__()
         self._body = body
         self._keep = keep
         self._sent = 0
@@ -441,10 +439,6 @@ class ResponsesAnswer(ApiAnswer):
             "usage": None,
             **body.repeated(),
         }
-
-    def read_with(self, tokenizer: TokenizerWrapper, format: OutputFormat | None) -> None:
-        super().read_with(tokenizer, format)
-        self._tokenizer = tokenizer
 
     def begin(self) -> list[dict[str, Any]]:
         if self._sent:  # it has begun with a keep-alive
