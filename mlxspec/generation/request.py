@@ -112,17 +112,18 @@ class OutputText:
             self.finish_reason = "stop"
             self._held = ""
             return text[:cut]
-        held = 0 if self.finish_reason else self._undecided(text)
+        held = 0 if self.finish_reason else undecided(text, self._stop_strings)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]
 
-    def _undecided(self, text: str) -> int:
-        """The length of the longest suffix of ``text`` that begins a stop string."""
-        longest = max(map(len, self._stop_strings), default=1) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[len(text) - length :]) for stop in self._stop_strings):
-                return length
-        return 0
+
+def undecided(text: str, markers: Sequence[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a marker."""
+    longest = max(map(len, markers), default=1) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(marker.startswith(text[-length:]) for marker in markers):
+            return length
+    return 0
 
 
 class Request:

@@ -15,6 +15,7 @@ from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..generation.request import undecided
 from ..models.reasoning import has_tokens, reasoning_markers
 from .text_reader import Reading, TextReader, Unexpected, Unfinished, any_of
 from .tool_calls import CALL_FORMATS, HARMONY_HEADER, CallFormat, Tools, of_mlx_lm
@@ -223,7 +224,7 @@ class OutputParser:
                     return marker
                 self._take(read.at + len(marker))
                 continue
-            held = 0 if read.ended else _held(read.text[read.at :], markers)
+            held = 0 if read.ended else undecided(read.text[read.at :], markers)
             self._take(len(read.text) - held)
             read.drop()
             if read.ended:
@@ -413,12 +414,3 @@ class OutputParser:
 _LONG = 2000  # characters of arguments; a model writes them in some ten seconds
 _HEADER_BEGINS = ("<|start|>assistant", "assistant", "<|channel|>", "to=")
 _LONGEST_HEADER = 300  # characters
-
-
-def _held(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end of a text may be the beginning of a marker."""
-    longest = max(map(len, markers), default=1) - 1
-    for count in range(min(longest, len(text)), 0, -1):
-        if any(marker.startswith(text[-count:]) for marker in markers):
-            return count
-    return 0
