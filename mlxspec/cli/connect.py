@@ -180,7 +180,7 @@ def connect_command(
         except FileError:  # the file cannot be changed, such as JSON with comments
             _show(console, setup)
             raise
-        if not write_texts(console, texts, yes, "--write"):
+        if not _write(console, texts, yes):
             say(f"{title} is set up already: nothing was written.")
         _show(console, {**setup, "files": [], "fields": {}})
     else:
@@ -189,15 +189,12 @@ def connect_command(
         )
 
 
-def write_texts(
-    console: Console, texts: list[tuple[SettingsFile, str, str]], yes: bool, asking: str
-) -> bool:
+def _write(console: Console, texts: list[tuple[SettingsFile, str, str]], yes: bool) -> bool:
     """Show the changes to files, ask, and write them; exit if the user refuses.
 
     Args:
         texts: files with their old and new texts.
         yes: whether to write without asking.
-        asking: the command or option that asks, which the error names if there is no terminal.
 
     Returns:
         whether any text is new.
@@ -213,7 +210,7 @@ def write_texts(
             _print(console, line, {"+": "green", "-": "red", "@": "dim"}.get(line[0], ""))
     if changes and not yes:
         what = "this file" if len(changes) == 1 else f"these {len(changes)} files"
-        confirm(asking, f"Write {what}?", "Nothing was written.")
+        confirm("--write", f"Write {what}?", "Nothing was written.")
     for file, old, new in changes:
         if file.read() != old:
             raise FileError(f"{file.path}: another program has just changed it; try again")

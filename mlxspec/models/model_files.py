@@ -184,13 +184,6 @@ _USE_MLX = (
     "https://huggingface.co/mlx-community/models, or convert an original with `mlxspec convert`"
 )
 
-
-ADAPTERS_ALONE = (
-    "adapters, not a model; name their model, together with --adapter-path if mlx_lm.lora wrote "
-    "them, or merge PEFT's into it (merge_and_unload)"
-)
-"""The error for a directory of adapters instead of a model's."""
-
 # --- check the files ---
 
 
@@ -252,7 +245,11 @@ def read_config(directory: Path) -> dict[str, Any]:
     """
     if not (directory / "config.json").is_file():
         if (directory / "adapter_config.json").is_file():
-            raise LoadError(f"{directory}: {ADAPTERS_ALONE}")
+            raise LoadError(
+                f"{directory}: adapters, not a model; name their model, together with "
+                "--adapter-path if mlx_lm.lora wrote them, or merge PEFT's into it "
+                "(merge_and_unload)"
+            )
         raise LoadError(f"{directory}: no config.json; {_USE_MLX}")
     for path in directory.iterdir():
         check_not_special(path)

@@ -71,11 +71,6 @@ def _look(in_color: bool) -> dict[str, Any]:
     return {"no_color": not in_color, "color_system": "256" if in_color else None, **as_they_are}
 
 
-def at_terminal() -> bool:
-    """Whether the command can ask the user at a terminal."""
-    return sys.stdin.isatty() and sys.stderr.isatty()
-
-
 def confirm(asking: str, question: str, refused: str) -> None:
     """Ask the user at a terminal; if the answer is no, print ``refused`` and exit.
 
@@ -83,7 +78,7 @@ def confirm(asking: str, question: str, refused: str) -> None:
         OptionError: there is no terminal to ask at. The message names ``asking``, the command or
             option that asks.
     """
-    if not at_terminal():
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise OptionError(f"{asking} asks for confirmation, which needs a terminal: add --yes")
     if not click.confirm(question, err=True):
         say(refused)
