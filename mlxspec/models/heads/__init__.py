@@ -74,6 +74,7 @@ class Head(nn.Module):
         reads: the indices of the target's layers whose outputs the head reads. Empty if it reads
             the states after the final norm.
         most: the most tokens of a draft.
+        layers: its layers.
         width: the width of its features.
         vocabulary: the size of its target's vocabulary.
         requested: whether the user named the head. If not, it came with its target, and is left
@@ -90,6 +91,7 @@ class Head(nn.Module):
     requested: bool = True
     reads: tuple[int, ...]
     most: int = 8
+    layers: list[Any]
     width: int
 
     def __init__(self, config: Config, target_config: Config) -> None:
@@ -170,10 +172,14 @@ class Head(nn.Module):
         return states[0]
 
     def make_cache(self) -> list[Any]:
-        """New mlx-lm caches, one per layer of the head; an empty list if the head needs none."""
+        """New mlx-lm caches, one per layer of the head; an empty list if the head needs none.
+
+        Layers with a sliding window also keep all entries. A rotating cache cannot be trimmed,
+        since it has lost the older entries that the window would then reach.
+        """
         from mlx_lm.models.cache import KVCache  # takes a second, and is not needed to find heads
 
-        return [KVCache()]
+        return [KVCache() for _ in self.layers]
 
     def logits(self, hidden: mx.array) -> mx.array:
         """Logits over the target's vocabulary; minus infinity for tokens the head never drafts.

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 from mlx_lm.models.qwen3 import ModelArgs, TransformerBlock
 
 from . import Head
@@ -106,14 +105,6 @@ class DFlash(Head):
 
     def features(self, states: Sequence[mx.array]) -> mx.array:
         return self.hidden_norm(self.fc(mx.concatenate(list(states), axis=-1)))
-
-    def make_cache(self) -> list[Any]:
-        """One cache per layer of the head.
-
-        Layers with a sliding window also keep all entries. A rotating cache cannot be trimmed,
-        since it has lost the older entries that the window would then reach.
-        """
-        return [KVCache() for _ in self.layers]
 
     def block(
         self,

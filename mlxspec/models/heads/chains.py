@@ -18,7 +18,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4_text, llama, qwen3, qwen3_5, qwen3_next
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import KVCache
 
 from ...errors import LoadError
 from . import Head
@@ -79,8 +78,8 @@ class Eagle3(Head):
             self.fc_norm = [nn.RMSNorm(read_width, eps=eps) for _ in self.reads]
         self.fc = nn.Linear(inputs, self.width, bias=False)
         first = _Eagle3Layer(args, bool(settings.get("norm_before_residual")))
-        self.layers: list[Any] = [first]
-        self.layers += [llama.TransformerBlock(args) for _ in range(1, args.num_hidden_layers)]
+        others = (llama.TransformerBlock(args) for _ in range(1, args.num_hidden_layers))
+        self.layers = [first, *others]
         self.norm = nn.RMSNorm(self.width, eps=eps)
         self._args, self._norm_output = args, bool(settings.get("norm_output"))
         if self._own_vocabulary != self.vocabulary or not settings.get("tie_word_embeddings"):
@@ -98,9 +97,6 @@ class Eagle3(Head):
             states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
         x = mx.concatenate(list(states), axis=-1)
         return self.fc(self.input_norm(x) if "input_norm" in self else x)
-
-    def make_cache(self) -> list[Any]:
-        return [KVCache() for _ in self.layers]
 
     def __call__(
         self, tokens: mx.array, features: mx.array, cache: Sequence[Any]
