@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import datetime, timedelta
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -188,14 +189,14 @@ def add_command(paths: tuple[str, ...], model: str) -> None:
 
     started = time.perf_counter()
     names = [*map(os.path.abspath, paths)]
-    named_files = [(name, file) for name in names for file in find_files([name])]
+    named_files = [(name, file) for name in names for file in find_files(Path(name))]
     tokenizer, settings, counts = _tokenizer_of(model), settings_in_force(), Counter[str]()
     identity, texts_by_name = identify(tokenizer), dict[str, list[bytes]]()
     with ProgressBar("Reading") as bar:
         for number, (name, file) in enumerate(named_files):
             bar(number, len(named_files))
             texts = texts_by_name.setdefault(name, [])
-            for text in read_texts([file], counts):
+            for text in read_texts(file, counts):
                 tokens = tokenizer.encode(text, add_special_tokens=False)
                 texts += encode_texts(tokens, identity.vocab_size)
     for number, thing, reason in (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import FileError
@@ -13,42 +13,40 @@ from ..jsonl import conversation_of, json_lines
 _TEXT_CHARACTERS = 32_768  # read at a time; then the rest of the line is read, too
 
 
-def find_files(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Find the named files, and all files in the named directories.
+def find_files(path: Path) -> list[Path]:
+    """The file that a path names, or all files in the directory that it names.
 
     In directories, names that begin with a dot are skipped, and so is anything but regular files.
     Links to directories are not followed, so loops cannot occur. Each file is found once.
 
     Raises:
-        FileError: a named path does not exist, or is neither a file nor a directory.
+        FileError: the path does not exist, or is neither a file nor a directory.
     """
+    if not (os.path.isfile(path) or os.path.isdir(path)) or not os.access(path, os.R_OK):
+        raise FileError(f"{path}: cannot be read; name a readable file or directory")
     files: dict[Path, Path] = {}  # the key is the path without links
-    for path in map(Path, paths):
-        if not (os.path.isfile(path) or os.path.isdir(path)) or not os.access(path, os.R_OK):
-            raise FileError(f"{path}: cannot be read; name a readable file or directory")
-        for file in _files_below(path) if path.is_dir() else [path]:
-            if os.path.isfile(file):
-                files.setdefault(file.resolve(), file)
+    for file in _files_below(path) if path.is_dir() else [path]:
+        if os.path.isfile(file):
+            files.setdefault(file.resolve(), file)
     return list(files.values())
 
 
-def read_texts(files: Iterable[Path], counts: Counter[str]) -> Iterator[str]:
-    """Read texts from files: the model's messages of a chat log, the whole text of other files.
+def read_texts(file: Path, counts: Counter[str]) -> Iterator[str]:
+    """Read texts from a file: the model's messages of a chat log, the whole text of other files.
 
     Long texts are read in pieces of several lines.
 
     Args:
-        files: the files; those with the suffix ``.jsonl`` may be chat logs.
+        file: the file; one with the suffix ``.jsonl`` may be a chat log.
         counts: where to count the "files" with text, the "skipped" files, which are not text, and
             the "bad_lines" of chat logs.
     """
-    for file in files:
-        try:
-            for number, text in enumerate(_texts_in(file, counts)):
-                counts["files"] += number == 0
-                yield text
-        except (UnicodeDecodeError, OSError):
-            counts["skipped"] += 1
+    try:
+        for number, text in enumerate(_texts_in(file, counts)):
+            counts["files"] += number == 0
+            yield text
+    except (UnicodeDecodeError, OSError):
+        counts["skipped"] += 1
 
 
 def _files_below(directory: Path) -> Iterator[Path]:

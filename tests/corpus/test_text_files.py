@@ -11,9 +11,9 @@ from mlxspec.corpus.text_files import find_files, read_texts
 from mlxspec.errors import FileError
 
 
-def read(*paths: Path) -> tuple[list[str], Counter[str]]:
+def read(path: Path) -> tuple[list[str], Counter[str]]:
     reading = Counter()
-    return list(read_texts(find_files(paths), reading)), reading
+    return [text for file in find_files(path) for text in read_texts(file, reading)], reading
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -39,7 +39,7 @@ def test_loops_of_links_end_and_a_file_is_read_once(tmp_path: Path):
     (tmp_path / "a" / "loop").symlink_to(tmp_path)
     (tmp_path / "a" / "same").symlink_to(file)
     (tmp_path / "a" / "dangling").symlink_to(tmp_path / "nowhere")
-    assert read(tmp_path, tmp_path / "a", file)[0] == ["text"]
+    assert read(tmp_path)[0] == ["text"]
 
 
 def test_a_link_that_is_named_is_followed(tmp_path: Path):
@@ -61,7 +61,7 @@ def test_pipes_are_not_waited_for(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     assert read(tmp_path) == ([], Counter())
     with pytest.raises(FileError, match="pipe: cannot be read"):
-        find_files([tmp_path / "pipe"])
+        find_files(tmp_path / "pipe")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -71,16 +71,16 @@ def test_files_that_may_not_be_read_are_counted(tmp_path: Path):
 
 
 def test_a_file_that_vanishes_is_counted(tmp_path: Path):
-    files = find_files([write(tmp_path / "text", "text")])
+    (file,) = find_files(write(tmp_path / "text", "text"))
     (tmp_path / "text").unlink()
     reading = Counter()
-    assert list(read_texts(files, reading)) == []
+    assert list(read_texts(file, reading)) == []
     assert reading == Counter(skipped=1)
 
 
 def test_a_missing_path_is_named(tmp_path: Path):
     with pytest.raises(FileError, match="nowhere: cannot be read"):
-        find_files([tmp_path / "nowhere"])
+        find_files(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("line", ["short\n", "é" * 99 + "\r\n", "x" * 40_000 + "\n"])
