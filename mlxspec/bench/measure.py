@@ -40,10 +40,11 @@ from ..generation.chat_prompt import conversation_prompt
 from ..generation.decoder import Decoder
 from ..generation.drafter_factories import Auto, DrafterFactory, Lookahead, PromptLookup
 from ..generation.response import SpeculationStats
+from ..models.chat_template import Messages
 from ..models.heads import Head
 from ..models.model import encode_prompt
 from ..models.model_files import given_name
-from .prompts import BenchPrompt, Messages, message
+from .prompts import BenchPrompt, message
 
 NEAR_TIE_FLOAT32 = 1e-4
 """The margin of a :class:`Difference` below which rounding explains it, in float32."""

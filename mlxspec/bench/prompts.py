@@ -11,9 +11,6 @@ from typing import Any, TypeVar
 from ..errors import LoadError, OptionError, PromptError
 from ..jsonl import conversation_of, json_lines
 
-Messages = list[dict[str, str]]
-"""A conversation: messages with "role" and "content"."""
-
 MT_BENCH = {
     "writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"
 }  # fmt: skip
@@ -45,7 +42,7 @@ def bundled_prompts() -> list[BenchPrompt]:
 def read_prompts(path: Path) -> list[BenchPrompt]:
     """Read a file of prompts.
 
-    A ``.jsonl`` or ``.ndjson`` file has one JSON object per line, with one of
+    A ``.jsonl`` file has one JSON object per line, with one of
 
     - ``"prompt"``: the user's message, or with ``"raw": true`` a text to continue,
     - ``"messages"``: a conversation; answers at its end are cut off,
@@ -61,7 +58,7 @@ def read_prompts(path: Path) -> list[BenchPrompt]:
     text = read_text(path)
     if not text.strip():
         raise PromptError(f"{path} is empty: write a prompt into it")
-    if path.suffix.lower() in (".jsonl", ".ndjson"):
+    if path.suffix.lower() == ".jsonl":
         return parse_json_lines(text, path, _prompt)
     return [BenchPrompt("text", (message("user", text.removesuffix("\n")),))]
 
