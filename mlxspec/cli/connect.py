@@ -26,13 +26,12 @@ from .common.api_client import ApiClient
 from .common.generation import API_KEY
 from .common.model_choice import MODEL
 from .common.notes import say
-from .common.options import COUNT, argument, check_one, color_option, command, option
+from .common.options import COUNT, argument, color_option, command, option
 from .common.output import confirm, output_console, print_rows
 from .settings import SettingsFile
 
 _MOST_OUTPUT = 8192
-_SERVER = "http://127.0.0.1"
-_PORT = 8080  # the default port of mlxspec serve
+_SERVER = "http://127.0.0.1:8080"  # the default of mlxspec serve
 
 
 CLIENTS = {
@@ -115,8 +114,7 @@ def _folder(variable: str, default: str) -> str:
     type=click.Choice([*CLIENTS]),
     metavar="[CLIENT]",
 )
-@option("--server URL", f"The server's address.  [default: {_SERVER}:{_PORT}]", group="Server")
-@option("--port N", "The port of a server on this machine.", type=COUNT, group="Server")
+@option("--server URL", f"The server's address.  [default: {_SERVER}]", group="Server")
 @option(
     "-m --model NAME",
     "The model to use first.  [default: the server's first]",
@@ -136,7 +134,6 @@ def connect_command(
     *,
     client: str | None,
     server: str | None,
-    port: int | None,
     model: str | None,
     context_length: int | None,
     write: bool,
@@ -165,8 +162,7 @@ def connect_command(
         print_rows(*((name, f"{title}: {way}") for name, (title, way) in CLIENTS.items()))
         return
     title, _ = CLIENTS[client]
-    check_one(server=server, port=port)
-    api_client = ApiClient(server or f"{_SERVER}:{port or _PORT}")
+    api_client = ApiClient(server or _SERVER)
     models = api_client.models(model)
     if context_length:
         models = dict.fromkeys(models, context_length)

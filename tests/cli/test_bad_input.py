@@ -184,7 +184,7 @@ def test_a_text_that_is_not_utf8_is_refused(called: Called, option: str) -> None
         *(("bench", option, 1) for option in ("--max-tokens", "--repeats", "--limit")),
         *(("replay", option, 1) for option in ("--concurrency", "--limit")),
         ("calibrate", "--context", 1),
-        *(("connect", option, 1) for option in ("--context-length", "--port")),
+        ("connect", "--context-length", 1),
         *(("explain", "--steps", 1), ("explain", "--skip", 0), ("generate", "--concurrency", 1)),
     ],
 )

@@ -90,17 +90,6 @@ def read_toml(path: Path) -> dict[str, Any]:
     return pytest.importorskip("tomllib").loads(path.read_text())
 
 
-def test_a_port_is_one_of_this_machine(serve: Callable[..., str]) -> None:
-    address = serve()
-    port = address.rpartition(":")[2]
-    result = connect("opencode", "--port", port)
-    assert result.exit_code == 0, result.stderr
-    assert f"{address}/v1" in result.stdout
-    both = connect("opencode", "--port", port, "--server", address)
-    assert both.exit_code
-    assert "--server and --port are given together" in both.stderr
-
-
 # --- what is in each client's files ---
 
 
