@@ -188,7 +188,7 @@ def add_command(paths: tuple[str, ...], model: str) -> None:
     from ..models.model_files import absolute_name
 
     started = time.perf_counter()
-    names = [*map(os.path.abspath, paths)]
+    names = [*dict.fromkeys(map(os.path.abspath, paths))]
     named_files = [(name, file) for name in names for file in find_files(Path(name))]
     tokenizer, settings, counts = _tokenizer_of(model), settings_in_force(), Counter[str]()
     identity, texts_by_name = identify(tokenizer), dict[str, list[bytes]]()

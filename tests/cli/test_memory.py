@@ -420,7 +420,7 @@ def texts(tmp_path: Path) -> Path:
 
 def test_texts_are_added_beside_answers(texts: Path):
     ids = learn(["A lazy dog"])
-    result = memory("add", texts, texts / "one.txt", "--model", "demo")
+    result = memory("add", texts, texts / "one.txt", texts / "one.txt", "--model", "demo")
     assert result.exit_code == 0, result.stderr
     encode = load_tokenizer_of("demo").encode
     chat, fox = (
