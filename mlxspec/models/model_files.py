@@ -315,7 +315,7 @@ def check_weights_file(path: Path) -> dict[str, mx.array]:
                 names = (n for n in file.keys() if file.get_slice(n).get_dtype() == kind)  # noqa: SIM118
                 raise LoadError(
                     f"{path}: the tensor {printable(next(names))} has the type {kind}, which MLX "
-                    "cannot read; use the original in 16 bits, and quantise it with "
-                    "`mlxspec convert -q`"
+                    "cannot read; use a version of the model in 16 or 32 bits, which "
+                    "`mlxspec convert -q` quantises"
                 ) from error
         raise LoadError(f"{path}: truncated or damaged; fetch or convert it again") from error

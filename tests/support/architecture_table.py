@@ -30,8 +30,8 @@ model.
 - **chain**: one continuation, for the reason given.
 - **replay**: one continuation. Some states cannot be trimmed, so after a rejection they are
   computed again for the accepted tokens.
-- **plain**: no drafts, for the reason given. Prompts run in mlx-lm's chunks, since others could
-  change the answer, and the server shares no part of them.
+- **plain**: no drafts, for the reason given. Prompts run in mlx-lm's chunks, since other chunks
+  could change the answer, and the server shares no part of them.
 
 The last column shows how several sequences share a forward. **joint**: attention runs once per
 sequence, recurrent blocks once for all sequences with equally many rows, and everything else once
@@ -59,8 +59,6 @@ def notes() -> list[str]:
     return [
         "PLaMo 3: rows in one chunk see more of the window than one by one, so a prompt longer "
         "than the window runs in mlx-lm's chunks.",
-        "",
-        "Mistral Small 3 is `mistral3` with Llama's text model, and verifies trees.",
         "",
         "These are all of mlx-lm's architectures except the following, which were not tried:",
         "",

@@ -80,6 +80,9 @@ ARCHITECTURES = {
         "Ministral 3",
         {**MINISTRAL_SCALING, "sliding_window": WINDOW, "layer_types": SLIDING_LAYERS},
     ),
+    "mistral_small3": Architecture(
+        Capability.TREE, "mistral3", "Mistral Small 3.1 and 3.2", nested("mistral")
+    ),
     "mixtral": Architecture(
         Capability.TREE, "mixtral", "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}
     ),

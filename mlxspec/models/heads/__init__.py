@@ -74,7 +74,7 @@ class Head(nn.Module):
         reads: the indices of the target's layers whose outputs the head reads. Empty if it reads
             the states after the final norm.
         most: the most tokens of a draft.
-        layers: its layers.
+        layers: its layers, with a cache each; unused by heads that override :meth:`make_cache`.
         width: the width of its features.
         vocabulary: the size of its target's vocabulary.
         requested: whether the user named the head. If not, it came with its target, and is left
