@@ -103,7 +103,7 @@ def test_a_disk_without_room_is_an_error_before_anything_is_written(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=3000))
-    monkeypatch.setattr(conversion, "copy_tokenizer", fails)  # comes later
+    monkeypatch.setattr(conversion, "_copy_tokenizer", fails)  # comes later
     result = CliRunner().invoke(
         convert_command, ["--torch-path", str(checkpoint), "--mlx-path", str(tmp_path / "out")]
     )
