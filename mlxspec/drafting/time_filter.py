@@ -277,9 +277,10 @@ class TimeFilter:
             for rows, state in sorted(self._rows.items()):
                 if assumed or rows <= self._measured or state.latest is not None:
                     seconds = self._seconds(state, context) * math.exp(self._correction(state))
-                    # Without the doubt, short processes would trust wrong times for ever.
-                    doubt = self._doubt_of(rows) / _OWN_SHARE
-                    variance = state.variance + doubt + exponent * state.power**2
+                    # The next filter takes this share of it. Without the division, short
+                    # processes would trust wrong times for ever.
+                    own = (state.variance + self._doubt_of(rows)) / _OWN_SHARE
+                    variance = own + exponent * state.power**2
                     times.append(StepTime(rows, seconds, math.sqrt(variance)))
             by_context[context] = times
         return by_context

@@ -291,6 +291,24 @@ def test_what_one_process_doubts_the_next_one_doubts_more():
     assert again.hopeful(CONTEXT)(2) == pytest.approx(2, rel=0.1)
 
 
+def test_a_time_that_no_step_has_shown_stays_as_uncertain_from_process_to_process():
+    wrong = [StepTime(1, PLAIN_SECONDS, 0.0), StepTime(2, 3 * PLAIN_SECONDS, 0.15)]
+    known = {CONTEXT: [*wrong, StepTime(16, M4(16) * PLAIN_SECONDS, 0.02)]}
+    for _ in range(20):
+        live = TimeFilter(known)
+        for _ in range(30):
+            live.record(1, CONTEXT, PLAIN_SECONDS)
+            live.record(16, CONTEXT, M4(16) * PLAIN_SECONDS)
+        known = live.known()
+        assert known[CONTEXT][1].uncertainty == pytest.approx(0.15)
+    live = TimeFilter(known)
+    for _ in range(10):
+        live.record(1, CONTEXT, PLAIN_SECONDS)
+        live.record(16, CONTEXT, M4(16) * PLAIN_SECONDS)
+        live.record(2, CONTEXT, M4(2) * PLAIN_SECONDS)
+    assert live.curve(CONTEXT)(2) == pytest.approx(M4(2), rel=0.1)
+
+
 def test_only_rows_that_have_not_run_lately_are_hoped_to_be_cheaper():
     live = measured(LINEAR, uncertainty=0.05)
     for _ in range(300):
