@@ -119,7 +119,10 @@ def raw_file(path: Path, dtype: str) -> None:
 def test_a_tensor_of_a_type_that_mlx_lacks_is_named(source: Path, dtype: str) -> None:
     file = source / "model-2.safetensors"
     raw_file(file, dtype)
-    message = f"{file}: the tensor {NORM} has the type {dtype}, which MLX cannot read; use "
+    message = (
+        f"{file}: the tensor {NORM} has the type {dtype}, which MLX cannot read; use a version of "
+        "the model in 16 or 32 bits"
+    )
     with pytest.raises(LoadError) as error:
         load(source)
     assert str(error.value).startswith(message)
