@@ -326,16 +326,19 @@ def forget_command(
             rows = {row: name for row, _, _, name in chosen}
             say(f"{kept.identity}: {_number(rows)}, {between}")
             to_forget.append((kept, rows))
-    if to_forget and not yes:
+    taught = experience_files() if everything and model is None else []
+    if taught:
+        say(f"Which drafts were right for {counted(len(taught), 'model')}")
+    if (to_forget or taught) and not yes:
         confirm("forget", "Forget them?", "Nothing was forgotten.")
     for kept, rows in to_forget:
         kept.forget(rows)
-    taught = experience_files() if everything and model is None else []
     for path in taught:
         path.unlink(missing_ok=True)
     if taught:
         say(f"Forgot which drafts were right for {counted(len(taught), 'model')}.")
-    say(f"Forgot {_number(*(rows for _, rows in to_forget))}.")
+    if to_forget or not taught:
+        say(f"Forgot {_number(*(rows for _, rows in to_forget))}.")
 
 
 def _number(*kept_rows: dict[int, str | None]) -> str:

@@ -273,16 +273,7 @@ def _run(loader: _Loader, hosts: set[str] | None, console: Console) -> None:
         )
         entries = loader.entries()
         default = None if entries else default_model()
-        catalog = Catalog(
-            worker,
-            loader.load,
-            entries,
-            loader.find,
-            loader.refresh,
-            loader.save,
-            default=default,
-            log=log,
-        )
+        catalog = Catalog(worker, loader, entries, default=default, log=log)
         # SIGTERM acts like Ctrl-C.
         usual = signal.signal(signal.SIGTERM, signal.default_int_handler)
         serving.callback(signal.signal, signal.SIGTERM, usual)
@@ -338,7 +329,7 @@ def _hosts(host: str, allowed: tuple[str, ...], keys: list[str]) -> set[str] | N
     """The host names that requests may use for the server; None for any."""
     from ..server.auth import host_name
 
-    names = {host_name(name) for name in allowed}
+    names = {name if name[:1] == "[" else bracketed(name) for name in map(host_name, allowed)}
     if _is_loopback(host):
         return {*map(bracketed, (*_LOOPBACK, host)), *names}
     if not keys:

@@ -127,9 +127,12 @@ def checked(name: str, value: object) -> Any:
         raise OptionError(f"unknown setting {name!r}: give one of {KNOWN}")
     if name != alias and not _ALIAS_NAME.fullmatch(alias):
         raise OptionError(f"{name}: use only letters, digits, '.', '-' and '_'")
+    kind = KEYS.get(name, click.STRING)
     try:
-        return KEYS.get(name, click.STRING).convert(value, None, None)
-    except (click.BadParameter, TypeError) as error:
+        if kind is click.STRING and not isinstance(value, str):
+            raise click.BadParameter("write it in quotes")
+        return kind.convert(str(value), None, None)  # as text, since int(2.9) is 2
+    except click.BadParameter as error:
         raise OptionError(f"{name} is {value!r}: {str(error).rstrip('.')}") from error
 
 

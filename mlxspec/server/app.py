@@ -245,8 +245,7 @@ class Endpoints:
             Route("/v1/detokenize", self.detokenize, methods=post),
             Route("/v1/responses", self.create_response, methods=post),
             Route("/v1/responses/input_tokens", self.count_input, methods=post),
-            Route("/v1/responses/{id}", self.show_response),
-            Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
+            Route("/v1/responses/{id}", self.stored_response, methods=["GET", "DELETE"]),
             Route("/v1/messages", self.message, methods=post),
             Route("/v1/messages/count_tokens", self.count_tokens, methods=post),
         ]
@@ -315,15 +314,13 @@ class Endpoints:
         count = len(prompt.tokens)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
-    async def show_response(self, request: Request) -> Response:
-        """``/v1/responses/ID``"""
-        return JSONResponse(self._stored(request))
-
-    async def delete_response(self, request: Request) -> Response:
-        """``DELETE /v1/responses/ID``"""
-        response_id = self._stored(request)["id"]
-        self._responses.delete(request.state.key, response_id)
-        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+    async def stored_response(self, request: Request) -> Response:
+        """``/v1/responses/ID``, to show or to delete it"""
+        response = self._stored(request)
+        if request.method != "DELETE":
+            return JSONResponse(response)
+        self._responses.delete(request.state.key, response["id"])
+        return JSONResponse({"id": response["id"], "object": "response", "deleted": True})
 
     def _response_parser(self, request: Request) -> Callable[[Any], ResponsesBody]:
         find = partial(self._responses.response, request.state.key)

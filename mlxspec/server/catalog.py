@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -91,6 +91,24 @@ class Entry:
         }
 
 
+class ModelLoader(Protocol):
+    """Loads a catalog's models. All but ``save`` may raise :class:`MlxspecError`."""
+
+    def load(self, entry: Entry, on_read: OnRead) -> ServedModel:
+        """Load a model, running at most a few forwards; called in any thread."""
+
+    def find(self) -> Iterable[Entry]:
+        """Find models that can be loaded later; called in any thread."""
+
+    def refresh(self, entry: Entry) -> None:
+        """Read the sizes of a model again before it is loaded, since its files may have been
+        replaced; called in any thread.
+        """
+
+    def save(self, entry: Entry) -> None:
+        """Save what a model has learned, once no request uses it any more."""
+
+
 @dataclass(eq=False)
 class Catalog:
     """The models that requests may name; loads and unloads them.
@@ -101,12 +119,6 @@ class Catalog:
     meanwhile wait, and then load it again.
 
     Args:
-        load: loads a model, running at most a few forwards; called in any thread. It raises
-            :class:`MlxspecError` if the model cannot be loaded.
-        find: finds other models; called in any thread.
-        refresh: reads the sizes of a model again before it is loaded, since its files may have been
-            replaced; called in any thread. It raises :class:`MlxspecError` if they are gone.
-        save: saves what a model has learned, once no request uses it any more.
         default: the name of the model for requests without one; by default the first entry's.
         log: called in any thread with a record of each load and unload.
         on_start: called in the event loop once the initial models are loaded, or with the error of
@@ -118,11 +130,8 @@ class Catalog:
     """
 
     worker: Worker
-    load: Callable[[Entry, OnRead], ServedModel]
-    at_start: Sequence[Entry] = ()
-    find: Callable[[], Iterable[Entry]] = lambda: ()
-    refresh: Callable[[Entry], object] = lambda entry: None
-    save: Callable[[Entry], object] = lambda entry: None
+    loader: ModelLoader
+    at_start: Sequence[Entry]
     _: KW_ONLY
     default: str | None = None
     log: Callable[[dict[str, Any]], object] = lambda record: None
@@ -140,7 +149,7 @@ class Catalog:
         self._left = asyncio.Event()
         """Set when a request stops using its model, or waiting for it."""
         self._ending = False
-        self._add(self.find())
+        self._add(self.loader.find())
 
     @property
     def entries(self) -> list[Entry]:
@@ -170,7 +179,7 @@ class Catalog:
             self._looked = self.clock()
             # The start has reported lasting errors; others come from files that vanish meanwhile.
             with suppress(MlxspecError, OSError):
-                self._add(await asyncio.to_thread(self.find))
+                self._add(await asyncio.to_thread(self.loader.find))
 
     def _add(self, entries: Iterable[Entry]) -> None:
         new = {entry.name: entry for entry in entries}
@@ -296,7 +305,7 @@ class Catalog:
         """Load a model; if that fails, return the error for the requests that wait for it."""
         try:
             async with self._moving:
-                await asyncio.to_thread(self.refresh, entry)
+                await asyncio.to_thread(self.loader.refresh, entry)
                 await self._make_room(entry)
                 begun = self.clock()
                 self.log({"outcome": "loading", "model": entry.name, "bytes": entry.nbytes or None})
@@ -407,7 +416,7 @@ class Catalog:
             entry.read += nbytes
 
         entry.state, entry.read = "loading", 0
-        served = self.load(entry, on_read)
+        served = self.loader.load(entry, on_read)
         on_read(0)  # the server may be shutting down
         self.worker.call(self.worker.open, served).result()
         entry.nbytes = entry.nbytes or served.memory.weights
@@ -428,7 +437,7 @@ class Catalog:
         assert entry.served
         try:
             self.worker.call(self.worker.leave, entry.served).result()
-            self.save(entry)
+            self.loader.save(entry)
         except Exception as error:  # even so, the room is free, and a load may wait for it
             if not self._ending:
                 _log.error("the model %s could not be closed", entry.name, exc_info=error)

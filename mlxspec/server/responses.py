@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 import uuid
@@ -589,17 +588,9 @@ def _usage(choice: Choice, end: Ended) -> dict[str, Any]:
 
 
 def _whole_input(written: str) -> str:
-    """The text for a custom tool; if its JSON is invalid, everything that the model wrote.
-
-    Backslashes that JSON does not allow are escaped: models forget to escape them in regular
-    expressions.
-    """
-    mended = _ESCAPE.sub(lambda match: match[0] if match[1] else r"\\", written)
+    """The text for a custom tool; if its JSON is invalid, everything that the model wrote."""
     try:
-        value = json.loads(mended, strict=False)["input"]
+        value = json.loads(written)[_INPUT]
     except (ValueError, LookupError, TypeError, RecursionError):
         value = None
     return without_lone_surrogates(value) if isinstance(value, str) else written
-
-
-_ESCAPE = re.compile(r'\\(["\\/bfnrtu])|\\(?=.)')

@@ -232,6 +232,18 @@ def test_a_retry_that_is_interrupted_leaves_the_earlier_answer(
     assert not conversation.unanswered
 
 
+def test_a_retry_of_a_message_without_an_answer_leaves_it_if_it_is_interrupted(
+    decoder: PromptLookupDecoder,
+) -> None:
+    conversation = conversation_with(decoder)
+    ask(conversation, QUESTIONS[0])
+    before = [*conversation.messages, {"role": "user", "content": QUESTIONS[1]}]
+    conversation.restore(None, [*before])
+    conversation.model.taken = 0
+    again(conversation)
+    assert conversation.messages == before
+
+
 def test_a_message_without_an_answer_is_asked_again_saved_and_taken_back(
     decoder: PromptLookupDecoder,
 ) -> None:

@@ -830,8 +830,11 @@ def test_what_drafts_taught_is_shown_and_forgotten(
     assert "which drafts are right for 1 model; no text" in shown
     report = json.loads(CliRunner().invoke(main, ["memory", "show", "--json"]).stdout)
     assert report["experience"] == {"models": 1, "directory": str(kept)}
+    refused = CliRunner().invoke(main, ["memory", "forget", "--all"])
+    assert (refused.exit_code, len([*kept.iterdir()])) == (1, 1)
+    assert "Which drafts were right for 1 model" in refused.stdout
     forgotten = CliRunner().invoke(main, ["memory", "forget", "--all", "--yes"])
-    assert forgotten.stdout.startswith("Forgot which drafts were right for 1 model.\n")
+    assert forgotten.stdout.endswith("Forgot which drafts were right for 1 model.\n")
     assert not [*kept.iterdir()]
 
 

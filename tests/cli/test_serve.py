@@ -149,6 +149,8 @@ def test_what_cannot_be_served_is_a_one_line_error(endless: Path, tmp_path: Path
 def test_an_allowed_host_is_known_in_any_spelling() -> None:
     assert _hosts("127.0.0.1", (), []) == {"localhost", "127.0.0.1", "[::1]"}
     assert _hosts("127.0.0.1", ("Mac.local:8080",), []) >= {"localhost", "mac.local"}
+    for address in ("fd00::5", "[fd00::5]", "[FD00::5]:8080"):
+        assert "[fd00::5]" in (_hosts("127.0.0.1", (address,), []) or ())
     assert _hosts("127.0.0.2", (), []) == {"localhost", "127.0.0.1", "[::1]", "127.0.0.2"}
     assert "[0:0:0:0:0:0:0:1]" in (_hosts("0:0:0:0:0:0:0:1", (), []) or ())
     for host in ("128.0.0.1", "127.0.0.1.example.com", "127.1", "::", "::ffff:1"):

@@ -64,7 +64,7 @@ class Shelf:
     Attributes:
         entries: the catalog's entries.
         loads: the models' names, in the order of their loads.
-        closed: the names of closed models.
+        refreshed, saved: the names of the models that were.
         models: weak references to all loaded models.
         broken: names of models that fail to load.
     """
@@ -72,7 +72,8 @@ class Shelf:
     def __init__(self, *entries: Entry) -> None:
         self.entries = [*entries]
         self.loads: list[str] = []
-        self.closed: list[str] = []
+        self.refreshed: list[str] = []
+        self.saved: list[str] = []
         self.models: list[weakref.ref[Any]] = []
         self.broken: set[str] = set()
 
@@ -90,8 +91,11 @@ class Shelf:
         self.models.append(weakref.ref(model))
         return _served(entry.name, model)
 
-    def close(self, entry: Entry) -> None:
-        self.closed.append(entry.name)
+    def refresh(self, entry: Entry) -> None:
+        self.refreshed.append(entry.name)
+
+    def save(self, entry: Entry) -> None:
+        self.saved.append(entry.name)
 
 
 def _served(name: str, model: nn.Module) -> ServedModel:
@@ -126,10 +130,8 @@ class Server:
         self.worker = Worker(memory=ServerMemory(bound))
         self.catalog = Catalog(
             self.worker,
-            shelf.load,
+            shelf,
             [Entry(name, keep_alive=None) for name in starting],
-            shelf.find,
-            shelf.close,
             log=self.log.append,
             clock=lambda: self.now,
         )
@@ -211,9 +213,9 @@ def test_an_idle_model_leaves_and_comes_back_with_the_same_answers() -> None:
             server.now = 1199.0
             await server.catalog.unload_idle()
             assert server.states()["hub/a"] == "not-loaded"
-            assert (shelf.closed, [*server.worker.models]) == (["hub/a"], [])
+            assert (shelf.saved, [*server.worker.models]) == (["hub/a"], [])
             assert await server.said(**sampled) == before
-            assert shelf.loads == ["hub/a"] * 2
+            assert shelf.loads == shelf.refreshed == ["hub/a"] * 2
             outcomes = [(record["outcome"], record["model"]) for record in server.log]
             coming = [("loading", "hub/a"), ("loaded", "hub/a")]
             assert outcomes == [*coming, ("unloaded", "hub/a"), *coming]

@@ -154,6 +154,9 @@ def test_errors_are_the_clients_exceptions(client: OpenAI, server: Running) -> N
         client.get("/responses", cast_to=object)
     assert wrong.value.status_code == 405
     assert "allows no GET here: send POST" in str(wrong.value)
+    with pytest.raises(openai.APIStatusError) as wrong:
+        client.put(f"/responses/{made(client).id}", cast_to=object)
+    assert {*wrong.value.response.headers["allow"].split(", ")} == {"GET", "HEAD", "DELETE"}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from openai import OpenAI
@@ -109,7 +110,13 @@ def running_server(
     """
     model = model or served()
     worker = Worker(memory=memory, **(limits or {}))
-    catalog = Catalog(worker, lambda entry, on_read: model, [Entry(model.name, keep_alive=None)])
+    loader = SimpleNamespace(
+        load=lambda entry, on_read: model,
+        find=tuple,
+        refresh=lambda entry: None,
+        save=lambda entry: None,
+    )
+    catalog = Catalog(worker, loader, [Entry(model.name, keep_alive=None)])
     app = create_app(catalog, **options)
     server = HttpServer(app, grace=1.0, patience=patience)
     listening = socket.create_server(("127.0.0.1", 0))

@@ -310,7 +310,7 @@ class Chat:
                     "samples another answer"
                 )
         seed = None if seed is None else seed + self._retries
-        before = self.messages[-2:]
+        before = self.messages[-1 if self.unanswered else -2 :]
         message = self.undo()
         try:
             self.answer(message, temp=temp, seed=seed)
