@@ -18,7 +18,7 @@ from ..models.model_files import (
 from ..terminal import one_line
 from .common.model_choice import known_names, model_or_default
 from .common.notes import reported, say
-from .common.options import argument, group, names_completed
+from .common.options import group, names_completed
 from .common.output import print_rows
 from .settings import (
     ALIAS,
@@ -35,7 +35,7 @@ from .settings import (
 )
 
 _completed = names_completed(lambda: [*KEYS, ALIAS_PREFIX])
-_key = argument("key", f"One of {KNOWN}.", shell_complete=_completed)
+_key = click.argument("key", help=f"One of {KNOWN}.", shell_complete=_completed)
 
 
 @group("config", invoke_without_command=True, short_help="Set a default model, aliases, defaults.")
@@ -77,7 +77,7 @@ def config_command(ctx: click.Context) -> None:
 # A value may begin with a dash, such as -1.
 @config_command.command("set", context_settings={"ignore_unknown_options": True})
 @_key
-@argument("value", "The value of KEY.", shell_complete=names_completed(known_names))
+@click.argument("value", help="The value of KEY.", shell_complete=names_completed(known_names))
 def set_command(key: str, value: str) -> None:
     """Set KEY to VALUE."""
     config, read = load_config(), checked(key, value)

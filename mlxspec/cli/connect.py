@@ -26,7 +26,7 @@ from .common.api_client import ApiClient
 from .common.generation import API_KEY
 from .common.model_choice import MODEL
 from .common.notes import say
-from .common.options import COUNT, argument, color_option, command, option
+from .common.options import COUNT, color_option, command, option
 from .common.output import confirm, output_console, print_rows
 from .settings import SettingsFile
 
@@ -107,9 +107,9 @@ def _folder(variable: str, default: str) -> str:
 
 
 @command("connect", short_help="Point an editor or an agent at a server.")
-@argument(
+@click.argument(
     "client",
-    "The program to point at the server; without it, list all.",
+    help="The program to point at the server; without it, list all.",
     required=False,
     type=click.Choice([*CLIENTS]),
     metavar="[CLIENT]",

@@ -10,7 +10,7 @@ from click.shell_completion import get_completion_class
 
 import mlxspec
 
-from .common.options import Group, argument, command, group
+from .common.options import Group, command, group
 
 _COMMANDS = {
     "Generate": ("generate", "chat", "serve", "run", "cache-prompt"),
@@ -67,7 +67,7 @@ _VARIABLE = "_MLXSPEC_COMPLETE"  # through which the shell's script passes reque
 
 
 @command("completion", short_help="Let your shell complete commands and models.")
-@argument("shell", "bash, zsh or fish.", type=click.Choice(["bash", "zsh", "fish"]))
+@click.argument("shell", help="bash, zsh or fish.", type=click.Choice(["bash", "zsh", "fish"]))
 def completion_command(shell: str) -> None:
     """Print a script for SHELL that completes commands, options, their values, and models.
 

@@ -20,7 +20,7 @@ from rich.filesize import decimal
 from ..errors import FileError, LoadError, OptionError
 from .common.model_choice import MODEL
 from .common.notes import note, say
-from .common.options import NAME, argument, group, option
+from .common.options import NAME, group, option
 from .common.output import ProgressBar, confirm, counted, print_rows, write_json
 
 if TYPE_CHECKING:
@@ -166,8 +166,12 @@ def _switch(on: bool, max_tokens: int | None = None) -> None:
 
 
 @memory_command.command("add", short_help="Add texts of your own to draft from.")
-@argument(
-    "paths", "Files and directories: text, code, chat logs.", nargs=-1, required=True, type=NAME
+@click.argument(
+    "paths",
+    help="Files and directories: text, code, chat logs.",
+    nargs=-1,
+    required=True,
+    type=NAME,
 )
 @option(_MODEL, f"The model, for its tokenizer: {_A_MODEL}", required=True, type=MODEL)
 def add_command(paths: tuple[str, ...], model: str) -> None:
@@ -273,7 +277,9 @@ def show_command(model: str | None, as_json: bool) -> None:
 
 
 @memory_command.command("forget")
-@argument("paths", "Texts that were added from these files or directories.", nargs=-1, type=NAME)
+@click.argument(
+    "paths", help="Texts that were added from these files or directories.", nargs=-1, type=NAME
+)
 @option(
     "--since WHEN",
     "What ended or was added after WHEN: 2h, 3d, 2026-11-23, 2026-11-23T14:30.",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 from rich.console import RenderableType
 
 from ..terminal import one_line
@@ -15,7 +16,6 @@ from .common.options import (
     COUNT,
     DRAFTER,
     FILE,
-    argument,
     command,
     names_completed,
     option_field,
@@ -91,9 +91,9 @@ class ReplayOptions:
 
 
 @command("replay")
-@argument(
+@click.argument(
     "traces",
-    "Recorded outputs: chat logs, as JSON lines.",
+    help="Recorded outputs: chat logs, as JSON lines.",
     metavar="TRACES...",
     nargs=-1,
     required=True,

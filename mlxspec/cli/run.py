@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import click
 
 from ..process import INTERRUPTED
-from .common.options import NO_SAVED_ANSWERS, argument, command, option
+from .common.options import NO_SAVED_ANSWERS, command, option
 from .memory import Memories
 
 
@@ -24,8 +24,8 @@ from .memory import Memories
 )
 @option("-m", "PROGRAM is a module, as with python -m.", "is_module")
 @option(*NO_SAVED_ANSWERS)
-@argument("program", "A script, or a directory with __main__.py.")
-@argument("arguments", "The program's arguments.", nargs=-1, type=click.UNPROCESSED)
+@click.argument("program", help="A script, or a directory with __main__.py.")
+@click.argument("arguments", help="The program's arguments.", nargs=-1, type=click.UNPROCESSED)
 def run_command(
     is_module: bool, no_saved_answers: bool, program: str, arguments: tuple[str, ...]
 ) -> None:

@@ -73,11 +73,9 @@ class CallFormat:
 
 # --- values ---
 
-_TYPES = {
-    **{name: name for name in ("string", "integer", "number", "boolean", "array", "object")},
-    **{"null": "null", "str": "string", "int": "integer", "float": "number", "bool": "boolean"},
-    **{"dict": "object", "list": "array"},
-}
+_TYPES = {name: name for name in ("string", "integer", "number", "boolean", "array", "object")}
+_TYPES |= {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "null": "null"}
+_TYPES |= {"dict": "object", "list": "array"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _JSON_WORD = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null", re.ASCII)
 _DEEPEST = 64  # levels of values
@@ -120,7 +118,8 @@ def types_of(
         types.add(kind)
     if not types:
         types.update(map(_type_of, _listed(schema.get("enum"))))
-        types.update(_type_of(schema[key]) for key in ("const",) if key in schema)
+        if "const" in schema:
+            types.add(_type_of(schema["const"]))
     for key in () if types else ("anyOf", "oneOf"):
         cases = [inside(case) for case in _listed(schema.get(key))]
         if not all(cases):
@@ -396,9 +395,6 @@ def _json_calls(
     if end:
         yield from read.space()
         yield from read.one_of(end)
-
-
-_hermes = partial(_json_calls, end="</tool_call>")
 
 
 def _mistral(read: TextReader, tools: Tools, calls: Calls, marker: str) -> Reading[None]:
@@ -831,7 +827,7 @@ _MUSE = _Tags(
 )
 
 CALL_FORMATS: Mapping[str, CallFormat] = {
-    "json_tools": CallFormat(("<tool_call>",), _hermes),
+    "json_tools": CallFormat(("<tool_call>",), partial(_json_calls, end="</tool_call>")),
     "mistral": CallFormat(("[TOOL_CALLS]",), _mistral),
     "qwen3_coder": CallFormat(("<tool_call>", "<function="), _QWEN.read),
     "glm47": CallFormat(("<tool_call>",), _pairs("")),

@@ -16,7 +16,7 @@ from ...models.model_files import DEMO, is_repository_name
 from ..settings import MODEL as SETTING
 from ..settings import MODEL_VARIABLE, load_aliases, load_config, resolved
 from .notes import note
-from .options import ARGUMENTS, Decorator, argument, option
+from .options import ARGUMENTS, Decorator, option
 
 DIRECTORY = "mlx_model"
 """The directory that ``mlxspec convert`` writes by default; if it exists, the default model."""
@@ -127,5 +127,5 @@ def model_argument(about: str = _ABOUT + _DEFAULT, *, several: bool = False) -> 
     early = {"group": ARGUMENTS, "is_eager": True}  # the argument's callback needs its value
     by_name = option("-m --model MODEL", same, "named", type=MODEL, multiple=several, **early)
     how = {"metavar": words, "nargs": -1 if several else 1, "callback": in_either_way}
-    by_place = argument(name, about, required=False, type=MODEL, **how)
+    by_place = click.argument(name, help=about, required=False, type=MODEL, **how)
     return lambda function: by_place(by_name(function))

@@ -144,16 +144,6 @@ class Group(click.Group):
     command_class = Command
 
 
-def argument(name: str, help: str, **more: Any) -> Decorator:
-    """Declare an argument of a command.
-
-    Args:
-        name: the function's parameter; without ``metavar`` the help shows it in capitals.
-        more: as for :class:`click.Argument`.
-    """
-    return click.argument(name, help=help, **more)
-
-
 class Option(click.Option):
     """An option that the help shows under the heading ``group``."""
 

@@ -17,7 +17,7 @@ import click
 from ...errors import OptionError, PromptError
 from ...models.chat_template import NOT_A_PROMPT
 from .notes import note
-from .options import NAME, argument, option, option_field
+from .options import NAME, option, option_field
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 _PATIENCE = 10.0  # seconds to wait for a pipe's first byte
 
-prompt_argument = argument("argument", "What to ask the model.", required=False, metavar="[PROMPT]")
+prompt_argument = click.argument(
+    "argument", help="What to ask the model.", required=False, metavar="[PROMPT]"
+)
 """The prompt as an argument; it becomes :attr:`PromptOptions.argument`."""
 
 
