@@ -6,6 +6,7 @@ merge settings into a file that the user may edit, too, and leave the rest of it
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import stat
@@ -13,19 +14,14 @@ import tomllib
 from collections.abc import MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
-from textwrap import indent
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import platformdirs
 
 from ..errors import FileError, OptionError
 from ..files import SHARED, directory_in, is_special, replaced
-
-if TYPE_CHECKING:
-    from yaml import Node
 
 # --- the user's settings ---
 
@@ -143,8 +139,8 @@ Settings = dict[str, Any]
 
 JSON, TOML, YAML = "JSON without comments", "TOML", "YAML"
 _KINDS = {".json": JSON, ".toml": TOML, ".yaml": YAML, ".yml": YAML}
-_BLOCK_INDICATOR = re.compile(r"^.*?[|>][-+0-9]*")
 _INDENT = re.compile(r"\n([ \t]+)\S")
+_DASH = re.compile(r"^( *)- +", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -276,7 +272,7 @@ def _merge(document: Any, settings: Settings) -> None:
 def _render(kind: str, document: Any, settings: Settings, text: str) -> str:
     """Write a document as text, in the style of the original text.
 
-    TOML and YAML keep all other text, such as comments. JSON is indented and escaped as before.
+    TOML and YAML keep their comments. JSON is indented and escaped as before.
     """
     if kind == TOML:
         import tomlkit
@@ -292,134 +288,29 @@ def _render(kind: str, document: Any, settings: Settings, text: str) -> str:
     return json.dumps(document, indent=indent, ensure_ascii=ascii_alone, allow_nan=False) + "\n"
 
 
-# --- edits of YAML ---
-
-
 def _edited_yaml(text: str, settings: Settings) -> str:
-    """Put settings into the text of a document, at the places that the parser reports.
+    """Put settings into a document. Its comments and the spelling of its other values stay.
 
-    Values that were parsed could not be written back as they were: ``010`` would become 8, ``yes``
-    true, and comments would be lost.
+    Raises:
+        ValueError: a comment would be lost, or ruamel.yaml cannot read the document.
     """
-    import yaml
+    from ruamel.yaml import YAML as RoundTrip
+    from ruamel.yaml import YAMLError
 
-    newline = "\r\n" if "\r\n" in text else "\n"
-    if text and not text.endswith("\n"):
-        return _edited_yaml(text + newline, settings).removesuffix(newline)
-    root = yaml.compose(text, yaml.SafeLoader)
-    if root is None:  # comments at most
-        new: dict[str, Any] = {}
-        _merge(new, settings)
-        return text + _block(new, 0)
-    edited, after = "", 0
-    edits = _edits(text, root, _parse(YAML, text), settings)
-    for start, end, new_text in sorted(edits, key=itemgetter(0)):
-        edited += text[after:start]
-        edited += new_text.replace("\n", newline)
-        after = end
-    return edited + text[after:]
-
-
-_Edit = tuple[int, int, str]
-"""The start and the end of a piece of text, and what replaces it."""
-
-
-def _edits(text: str, node: Node, document: Settings, settings: Settings) -> list[_Edit]:
-    """The edits that put settings into a mapping, whose values are ``document``.
-
-    Additions follow the edits of inner blocks, which may end at the same place.
-    """
-    edits: list[_Edit] = []
-    more: Settings = {}
-    pairs = {key.value: (key, old) for key, old in node.value if isinstance(key.value, str)}
-    for name, value in settings.items():
-        if name not in pairs:
-            _merge(more, {name: value})
-            continue
-        key, old = pairs[name]
-        start, column = key.start_mark.index, key.start_mark.column
-        if value is None:
-            line = text.rfind("\n", 0, start) + 1
-            first = line if text[line:start].isspace() else start
-            edits.append((first, _next_line(text, old), ""))
-        elif isinstance(value, dict):
-            edits += _edits(text, old, document[name], value)
-        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            names = [
-                item.get("name") if isinstance(item, dict) else None for item in document[name]
-            ]
-            new: list[Settings] = []
-            for entry in value:
-                if entry["name"] in names:
-                    place = names.index(entry["name"])
-                    edits += _edits(text, old.value[place], document[name][place], entry)
-                else:
-                    new.append({})
-                    _merge(new[-1], entry)
-            if new:
-                edits.append(_addition(text, old, new))
-        elif document[name] != value:
-            if _last(old) is old:
-                edits.append(_replacement(text, old, value))
-            else:
-                edits.append((start, _next_line(text, old), _block({name: value}, column)[column:]))
-    if more:
-        edits.append(_addition(text, node, more))
-    return edits
-
-
-def _replacement(text: str, node: Node, value: object) -> _Edit:
-    """The edit that replaces a value that is written in one piece."""
-    start, end, new = node.start_mark.index, node.end_mark.index, _flow([value])
-    if start == end:  # nothing after the colon
-        return start, end, f" {new}"
-    if getattr(node, "style", None) in ("|", ">"):
-        old = text[start:end].rstrip()  # its end mark comes after blank lines
-        comment = _BLOCK_INDICATOR.sub("", old.splitlines()[0], count=1)
-        return start, start + len(old), new + comment
-    return start, end, new
-
-
-def _addition(text: str, node: Node, more: Settings | list[Settings]) -> _Edit:
-    """The edit that appends to a mapping or a sequence."""
-    if not node.flow_style:
-        place, new = _next_line(text, node), _block(more, node.start_mark.column)
-    elif node.value:
-        last = node.value[-1]
-        place = (last[1] if isinstance(last, tuple) else last).end_mark.index
-        new = ", " + _flow(more)
-    else:
-        place, new = node.end_mark.index - 1, _flow(more)
-    return place, place, new
-
-
-def _last(node: Node) -> Node:
-    """The last node that is written in one piece. A block's own end would include comments."""
-    while isinstance(node.value, list) and not node.flow_style:
-        last = node.value[-1]
-        node = last[1] if isinstance(last, tuple) else last
-    return node
-
-
-def _next_line(text: str, node: Node) -> int:
-    """Where the line after a node starts."""
-    end = _last(node).end_mark
-    return text.index("\n", end.index) + 1 if end.column else end.index
-
-
-def _block(value: object, column: int) -> str:
-    """Settings as YAML, one on a line, from a column on."""
-    import yaml
-
-    new = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=1 << 20)
-    return indent(new, " " * column)
-
-
-def _flow(value: object) -> str:
-    """The inner text of a mapping or a list as YAML in one line, without its brackets."""
-    import yaml
-
-    new = yaml.safe_dump(
-        value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=1 << 20
-    )
-    return str(new).strip()[1:-1]
+    lines, new = text.replace("\r\n", "\n"), io.StringIO()
+    yaml = RoundTrip()
+    yaml.preserve_quotes, yaml.width = True, 1 << 20
+    if dash := _DASH.search(lines):
+        yaml.indent(sequence=len(dash[0]), offset=len(dash[1]))
+    try:
+        if (document := yaml.load(lines)) is None:  # comments at most
+            new.write(lines)
+            document = {}
+        _merge(document, settings)
+        yaml.dump(document, new)
+    except YAMLError as error:
+        raise ValueError(error) from error
+    edited = new.getvalue()
+    if edited.count("#") < text.count("#"):  # ruamel.yaml keeps a comment with the value before it
+        raise ValueError("a comment would be lost")
+    return edited.replace("\n", "\r\n" if "\r\n" in text else "\n")
