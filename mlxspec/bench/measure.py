@@ -349,8 +349,6 @@ def encoded(tokenizer: TokenizerWrapper, messages: Messages, raw: bool) -> list[
 
 Report = dict[str, Any]
 
-_WIDE = 0.25  # the range of a prompt's speed ratios, as a fraction of their median
-
 
 def machine_facts() -> Report:
     """The machine and the software versions, without the names of host and user."""
@@ -406,7 +404,7 @@ def bench_report(prompts: Sequence[MeasuredPrompt], facts: Report) -> Report:
         backend's figures in each category. ``exactness``: how many ``outputs`` were compared with
         plain decoding's (one for each prompt and each backend except plain), how many ``differ``,
         and the largest margin where they do. ``wrong``: a sentence for each difference that is not
-        a near tie. ``rough``: a sentence that says why the figures are noisy, or None.
+        a near tie.
     """
     grouped: dict[str, list[MeasuredPrompt]] = {}
     for prompt in prompts:
@@ -423,7 +421,6 @@ def bench_report(prompts: Sequence[MeasuredPrompt], facts: Report) -> Report:
         entry["lowest"], entry["highest"] = _spread([*grouped.values()], name, entry["speedup"])
     return {
         **facts,
-        "rough": noise_warning(prompts),
         "decoders": over_all,
         "categories": categories,
         "exactness": _exactness(prompts),
@@ -496,15 +493,6 @@ def _spread(
     return min(speedups), max(speedups)
 
 
-def noise_warning(prompts: Sequence[MeasuredPrompt]) -> str | None:
-    """One sentence on why the figures are noisy; None if they are not."""
-    ratios = ([_ratios(prompt, name, PLAIN) for prompt in prompts] for name in prompts[0].runs)
-    spread = max(median((max(row) - min(row)) / median(row) for row in by_run) for by_run in ratios)
-    if spread <= _WIDE:
-        return None
-    return f"The figures are rough: a decoder's runs on the same prompt differ by {spread:.0%}."
-
-
 def _exactness(prompts: Sequence[MeasuredPrompt]) -> Report:
     by_backend = (item for prompt in prompts for item in prompt.differences.items())
     outputs = [differences for name, differences in by_backend if name != PLAIN]
@@ -553,6 +541,8 @@ def exactness(report: Report) -> str:
 def verdict(report: Report) -> str:
     """A sentence that says which backend is fastest, if that is beyond the repeats' scatter."""
     decoders = {name: of for name, of in report["decoders"].items() if of["speedup"] is not None}
+    if len(report["decoders"]) < 2:
+        return f"Only {PLAIN} decoding was measured."
     if len(decoders) < 2:
         return "No speed-up is given: no two decoders had the same output."
     best = max(decoders, key=lambda name: float(decoders[name]["speedup"]))

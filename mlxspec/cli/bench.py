@@ -228,8 +228,6 @@ def bench_tables(report: Report) -> Iterator[RenderableType]:
     if skipped := report["settings"].get("prompts_too_long"):
         yield f"{counted(skipped, 'prompt')} left out: longer than the model's context"
     yield exactness(report)
-    if report["rough"]:
-        yield report["rough"]
     yield Text(one_line(verdict(report)), style="bold")
 
 

@@ -219,10 +219,11 @@ def decode_plainly(
     difference = first_difference(
         decoder.model, tokens, plain.tokens, result.tokens, generation.sampling
     )
-    sampling, kv_bits = generation.sampling, generation.caches.kv_bits
+    caches = generation.caches
+    other_logits = caches.kv_bits or caches.max_kv_size or generation.sampling.xtc_probability
     if difference is None:
         text = "same text"
-    elif generation.constraint or kv_bits or sampling.xtc_probability:
+    elif generation.constraint or other_logits:
         text = "differs"  # the logits that were compared are not those of the choice
     else:
         text = "near tie" if difference.near_tie else "other text"

@@ -69,8 +69,8 @@ def inspect_command(model: str | None, adapter_path: str | None, anew: bool, as_
         from ..models.model import load
 
         if not is_head:
+            examined, _ = load(model, adapter_path=adapter_path)  # downloads the head's files, too
             head = own_head(directory)
-            examined, _ = load(model, adapter_path=adapter_path)
         else:
             head = find_head(head_directory(model))
             examined = load_lazily(head)
@@ -95,6 +95,8 @@ def inspect_command(model: str | None, adapter_path: str | None, anew: bool, as_
 
 def _model_report(model: nn.Module, anew: bool) -> dict[str, Any]:
     """A model's properties, and what trial steps have shown."""
+    from mlx_lm.models.cache import make_prompt_cache
+
     from ..engine.loaded_model import LoadedModel
     from ..engine.machine import machine_identity
     from ..engine.model_sizes import cache_kinds, context_length
@@ -111,6 +113,7 @@ def _model_report(model: nn.Module, anew: bool) -> dict[str, Any]:
         "reason": reason,
         "joint": joint.value,
         "joint_reason": joint_reason,
+        "longest_in_chunks": loaded.longest_in_chunks(make_prompt_cache(model)),
         "tried_on": loaded.findings.tried_on,
         "blas": machine_identity().get("blas"),
     }
@@ -129,7 +132,10 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, object]]:
         needs = [f"{target[name]:,} {words}" for name, words in _SIZES.items() if name in target]
         drafts = f"up to {report['most']} tokens"
         return [*rows, ("drafts", drafts), ("target", ", ".join([families, *needs]))]
-    context, plain = report["context"], report["capability"] == "plain"
+    context, longest = report["context"], report["longest_in_chunks"]
+    prompts = "in chunks of any size" if longest != 0 else "in mlx-lm's chunks and never shared"
+    if longest:
+        prompts += f"; beyond {longest:,} tokens, in mlx-lm's chunks and never shared"
     return [
         ("architecture", f"{report['type']}, {report['layers']} layers"),
         *rows,
@@ -140,7 +146,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, object]]:
         ("why", report["reason"]),
         ("sequences", f"{report['joint']}: {report['joint_reason']}"),
         ("found by", f"trial steps of {report['tried_on']}"),
-        ("prompts", "in mlx-lm's chunks and never shared" if plain else "in chunks of any size"),
+        ("prompts", prompts),
         # On Linux's CPU back end, the BLAS decides the cost of rows.
         *([("BLAS", report["blas"])] if report["blas"] else []),
     ]

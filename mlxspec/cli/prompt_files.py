@@ -114,7 +114,8 @@ def read_line(value: Any) -> dict[str, Any]:
     if unknown := sorted(given.keys() - _OPTIONS - {"id", "prompt", "messages"}):
         raise PromptError(f'"{printable(unknown[0])}": leave it out, or keep it in "id"')
     prompt = given.get("prompt", "")
-    if not isinstance(prompt, str | list) or bool(prompt) == bool(given.get("messages")):
+    is_ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+    if not (is_ids or isinstance(prompt, str)) or bool(prompt) == bool(given.get("messages")):
         raise PromptError(f'it needs "prompt" or "messages", not both, and not empty: {_FORM}')
     try:
         if "messages" in given:

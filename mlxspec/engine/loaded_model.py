@@ -159,13 +159,16 @@ class LoadedModel:
             length: the number of the prompt's positions, including those already in the caches.
             caches: mlx-lm's or a target's caches for the prompt.
         """
+        longest = self.longest_in_chunks(caches)
+        return longest is not None and length > longest
+
+    def longest_in_chunks(self, caches: Sequence[Any]) -> int | None:
+        """The most positions for which :meth:`chunks_matter` returns False; None for any number."""
         # Some windows keep the context's first positions, but mlx-lm's mask hides them from a
         # chunk's rows. PLaMo 3's mask shows these one position more than its windows keep.
         keeping = getattr(self.model, "model_type", "") != "plamo3"
-        bound = smallest_window(caches, keeping=keeping)
-        if bound is not None and length > bound:
-            return True
-        return self.chain_capability is Capability.PLAIN
+        longest = smallest_window(caches, keeping=keeping)
+        return 0 if self.chain_capability is Capability.PLAIN else longest
 
     def _trial(self) -> tuple[LoadedModel, Capability]:
         """The model that trial steps run on, and how it verifies chains."""

@@ -152,7 +152,7 @@ class SamplingParams:
             if not callable(processor):
                 raise OptionError(f"logits_processors has {processor!r}: choose functions")
         for token, bias in (self.logit_bias or {}).items():
-            if not isinstance(bias, float | SupportsFloat) or not float(bias) < math.inf:
+            if not isinstance(bias, float | SupportsFloat) or not _as_float(bias) < math.inf:
                 raise OptionError(f"logit_bias of token {token} is {bias}: choose a number")
 
     @property
@@ -160,6 +160,13 @@ class SamplingParams:
         """Whether processors and sampler may be called for tokens that turn out to be wrong."""
         functions = [*(self.logits_processors or ()), *filter(None, [self.sampler])]
         return all(map(_is_pure, functions))
+
+
+def _as_float(number: SupportsFloat) -> float:
+    try:
+        return float(number)
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf
 
 
 _LONGEST_TEXT = 1_000_000  # characters in a schema, regex or grammar

@@ -234,20 +234,20 @@ async def astream(
             _thread.schedulers[decoder].cancel(request)
 
     _thread.call(begin)
-    ended = False
+    batch: list[Any] = []
     try:
         while True:
             _, batch = await stream.batches.get()
             for response in batch:
                 if not isinstance(response, GenerationResponse):
-                    ended = True
                     if response:
                         raise response
                     return
                 yield response
             _thread.call_scheduler(decoder, Scheduler.has_read, request, len(batch))
     finally:
-        if not ended:
+        # The end may be in the batch that the consumer has left.
+        if not batch or isinstance(batch[-1], GenerationResponse):
             _thread.call(cancel)
             while isinstance((await stream.batches.get())[1][-1], GenerationResponse):
                 pass

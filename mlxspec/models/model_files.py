@@ -59,8 +59,11 @@ def find_directory(
     if path_or_repo == DEMO:
         return DEMO_DIRECTORY
     path, name = local_path(path_or_repo), os.fspath(path_or_repo)
-    if path.is_dir():
-        return path
+    try:
+        if path.is_dir():
+            return path
+    except OSError as error:
+        raise LoadError(f"{name}: {error.strerror}; check the name") from error
     repository, its_revision = hub_repository(name)
     if path.exists() or not is_repository_name(repository):
         raise LoadError(no_such_model(name))

@@ -236,7 +236,7 @@ class VocabularyClasses(dict[int, int]):
 
 def token_name(tokenizer: TokenizerWrapper, token: int) -> str | None:
     """A token's spelling and id, for messages; None if the tokenizer lacks it."""
-    name = tokenizer.convert_ids_to_tokens(token) if token >= 0 else None
+    name = tokenizer.convert_ids_to_tokens(token) if 0 <= token < 1 << 31 else None
     return None if name is None else f"the token {printable(name)} (id {token})"
 
 

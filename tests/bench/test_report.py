@@ -161,17 +161,12 @@ def test_if_plain_decoding_contradicts_itself_nothing_is_faster() -> None:
     assert "No speed-up" in verdict(result)
 
 
+def test_plain_decoding_alone_has_no_speedup() -> None:
+    assert verdict(report(measured({"plain": [10]}))) == "Only plain decoding was measured."
+
+
 def test_an_output_that_ends_early_has_no_margin_in_json() -> None:
     early = Difference(3, math.inf)
     result = report(measured({"plain": [10], "fast": [20]}, differences={"fast": [early]}))
     assert json.loads(json.dumps(result, allow_nan=False))["exactness"]["largest_margin"] is None
     assert "ended before the other" in result["wrong"][0]
-
-
-def test_figures_of_restless_runs_are_called_rough() -> None:
-    restless = report(measured({"plain": [10, 20, 10], "fast": [20, 60, 20]}))
-    # The runs' ratios are 2, 3 and 2.
-    assert restless["rough"] == (
-        "The figures are rough: a decoder's runs on the same prompt differ by 50%."
-    )
-    assert report(measured({"plain": [10, 30], "fast": [20, 60]}))["rough"] is None

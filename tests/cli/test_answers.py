@@ -148,6 +148,9 @@ def test_a_broken_line_costs_no_other(endless: Path, prompts: Path) -> None:
     ("line", "message"),
     [
         ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [{"content": "a"}]}, "prompt"),
+        ({"prompt": [99999999999]}, "the prompt contains the id 99999999999"),
+        ({"prompt": "a", "logit_bias": {"1": 10**400}}, "logit_bias of token 1 is 1000"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
         ({"prompt": "a", "max_tokens": 2.0}, "max_tokens is 2.0"),
         ({"prompt": "a", "temp": "hot"}, "temp is 'hot'"),

@@ -75,6 +75,7 @@ def test_the_demo_model_verifies_trees() -> None:
         ),
         ("deepseek_v32", ["2 × KVCache", "several continuations", "in chunks of any size"]),
         ("phi3small", ["one at a time: several rows", "prompts       in mlx-lm's chunks"]),
+        ("plamo3", ["in chunks of any size; beyond 16 tokens, in mlx-lm's chunks"]),
         ("qwen3_next", ["3 × ArraysCache", "1 × KVCache"]),
     ],
 )

@@ -195,6 +195,17 @@ def test_one_that_a_break_leaves_ends_soon(decoder: Decoder) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("count", range(1, 9))
+def test_one_can_be_left_at_any_token(decoder: Decoder, count: int) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(20), aclosing(decoder.astream(REPEAT, 8)) as stream:
+            for _ in range(count):
+                await anext(stream)
+
+    asyncio.run(main())
+    assert not running(decoder)
+
+
 def test_the_end_of_one_is_not_the_end_of_another(decoder: Decoder) -> None:
     async def main() -> list[int]:
         other = asyncio.create_task(collected(decoder, PROMPTS[1], 60))
