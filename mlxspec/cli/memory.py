@@ -358,7 +358,7 @@ def _number(*kept_rows: dict[int, str | None]) -> str:
 @memory_command.command("export", short_help="Write the answers as a chat log.")
 @_model_option
 def export_command(model: str | None) -> None:
-    """Write the answers to standard output as a chat log, the oldest first.
+    """Write the answers to standard output as a chat log: by tokenizer, the oldest first.
 
     Each line is {"messages": [{"role": "assistant", "content": "..."}], "created": SECONDS}.
     Written to a file *.jsonl, it can be read by 'mlxspec memory add' and 'mlxspec replay'.

@@ -1,7 +1,8 @@
 """Anthropic's Messages API: request bodies and answers.
 
-A conversation becomes the same tokens as in OpenAI's API. Fields that only concern Anthropic's own
-servers, such as ``cache_control`` and ``service_tier``, have no effect.
+A conversation becomes the same tokens as in OpenAI's API, except that messages of one role that
+follow each other are joined. Fields that only concern Anthropic's own servers, such as
+``cache_control`` and ``service_tier``, have no effect.
 """
 
 from __future__ import annotations
