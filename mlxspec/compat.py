@@ -167,7 +167,12 @@ def stream_generate(
         wrapped = DraftModel(draft_model, num_draft_tokens)
         wrapped.check_vocabulary(decoder.loaded.vocab_size, len(decoder.tokenizer))
         factory = replace(factory, draft_model=wrapped)
-    return responses(decoder.new_request(prompt, max_tokens, options, factory))
+    return _responses(model, decoder.new_request(prompt, max_tokens, options, factory))
+
+
+def _responses(model: nn.Module, request: Request) -> Generator[GenerationResponse, None, None]:
+    """Run a request; its decoder does not keep the model alive, but this generator does."""
+    yield from responses(request)
 
 
 def _progress(callback: Progress, done: int, total: int) -> None:
@@ -191,7 +196,7 @@ class _WeaklyLoadedModel(LoadedModel):
     @property
     def model(self) -> nn.Module:
         model = self._model()
-        assert model is not None  # set before each generation
+        assert model is not None  # whoever runs a generation holds it
         return model
 
     @model.setter
@@ -295,6 +300,9 @@ def batch_generate(
             is refused before any prompt is answered.
         TypeError: an option does not exist.
     """
+    for name in options.keys() & {"on_progress", "prompt_cache"}:
+        other = {"on_progress": "prompt_progress_callback", "prompt_cache": "prompt_caches"}[name]
+        raise OptionError(f"{name} is for one prompt: pass {other}")
     decoder = decoder_of(model, tokenizer)
     budgets = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     given = [None] * len(prompts) if prompt_caches is None else prompt_caches
@@ -327,7 +335,10 @@ def batch_generate(
     stats = _run(decoder, requests, results, completion_batch_size, verbose)
     logprobs = [[entry.logprob for entry in (r.logprobs or [])[: len(r.tokens)]] for r in results]
     return BatchResponse(
-        texts=[decoder.tokenizer.decode(result.tokens) for result in results],
+        texts=[
+            result.text if request.output.stop_string else decoder.tokenizer.decode(result.tokens)
+            for request, result in zip(requests, results, strict=True)
+        ],
         stats=stats,
         caches=caches if return_prompt_caches else None,
         token_ids=[result.tokens for result in results] if return_token_ids else None,
@@ -361,8 +372,8 @@ def _run(
     if verbose:
         sums = sum((result.stats for result in results), SpeculationStats())
         _show_figures(stats, f"{sums.accepted} of {sums.drafted}", "[batch_generate] ")
-    for result in results:  # mlx-lm does not return the token that ended an answer
-        if result.tokens[-1] in decoder.tokenizer.eos_token_ids:
+    for request, result in zip(requests, results, strict=True):
+        if result.tokens[-1] in request.stop_tokens:  # mlx-lm does not return it
             result.tokens.pop()
     return stats
 

@@ -48,9 +48,9 @@ def check_writable(path: Path, remedy: str = _OTHER_FILE) -> None:
             something other than a regular file.
     """
     exists = os.path.lexists(path)
-    if exists and (path.is_symlink() or not path.is_file()):
+    if exists and (path.is_symlink() or not os.path.isfile(path)):
         raise FileError(f"{path}: is a directory, a link or a device; name a regular file")
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         raise FileError(
             f"{path}: cannot be written (there is no directory {path.parent}); create it"
         )
@@ -132,6 +132,8 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
     partial, old = _beside(path, "partial"), _beside(path, "replaced")
     with _one_line(path, "name another directory"):
         path.parent.mkdir(parents=True, exist_ok=True)
+        if old.exists() and not path.exists():
+            old.rename(path)  # the process was killed between the two renames below
         for leftover in (partial, old):
             shutil.rmtree(leftover, ignore_errors=True)
         try:

@@ -19,7 +19,7 @@ import mlxspec
 from mlxspec import files, save_prompt_cache
 from mlxspec.cli.common.output import ReportOptions
 from mlxspec.errors import FileError
-from mlxspec.files import replaced
+from mlxspec.files import new_directory, replaced
 
 
 def names(path: Path) -> set[str]:
@@ -195,6 +195,15 @@ def test_no_writer_replaces_or_follows_anything_but_a_regular_file(
     assert os.path.samestat(os.lstat(path), before)
     assert (tmp_path / "victim").read_text() == "irreplaceable"
     assert names(tmp_path) == {"victim", writer}
+
+
+def test_a_directory_that_a_killed_writer_had_moved_away_comes_back(tmp_path: Path):
+    (tmp_path / ".model.replaced").mkdir()
+    (tmp_path / ".model.replaced" / "weights").write_text("whole")
+    with pytest.raises(KeyError), new_directory(tmp_path / "model", replace=True):
+        raise KeyError
+    assert (tmp_path / "model" / "weights").read_text() == "whole"
+    assert names(tmp_path) == {"model"}
 
 
 @pytest.mark.parametrize("writer", WRITERS)

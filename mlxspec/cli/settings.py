@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 import stat
 import tomllib
@@ -127,7 +128,10 @@ def checked(name: str, value: object) -> Any:
     try:
         if kind is click.STRING and not isinstance(value, str):
             raise click.BadParameter("write it in quotes")
-        return kind.convert(str(value), None, None)  # as text, since int(2.9) is 2
+        number = kind.convert(str(value), None, None)  # as text, since int(2.9) is 2
+        if isinstance(number, float) and not math.isfinite(number):
+            raise click.BadParameter("choose a finite number")
+        return number
     except click.BadParameter as error:
         raise OptionError(f"{name} is {value!r}: {str(error).rstrip('.')}") from error
 

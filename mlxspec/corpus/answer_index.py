@@ -251,6 +251,8 @@ class _MemoryWorker:
             self._answers = KeptAnswers(None, self._answers.identity)
             self._stamp, self._last = self._answers.stamp(), 0
             request()
+        except (ValueError, OverflowError):  # numbers that do not fit into a token or a figure
+            _log.warning("an answer is not remembered", exc_info=True)
 
     def _start_over(self) -> None:
         """Drop the indexes, and open the index file; :meth:`refresh` adds the rows it lacks."""

@@ -117,6 +117,7 @@ class CombinedDrafter(Drafter):
         return self.first.pipelined and self.second.pipelined
 
     def begin(self, prompt: Sequence[int]) -> None:
+        self._parts: tuple[DraftTree, DraftTree] | None = None
         self.first.begin(list(prompt))
         self.second.begin(list(prompt))
 
@@ -125,7 +126,10 @@ class CombinedDrafter(Drafter):
         return merge(self._parts)
 
     def observe(self, step: VerifiedStep) -> None:
-        first, second = self._parts
+        # A step may run without a proposal.
+        none = DraftTree.chain(step.tree.tokens[0])
+        first, second = self._parts or (none, none)
+        self._parts = None
         self.first.observe(view(step, first))
         self.second.observe(view(step, second))
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
+from operator import index
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat, SupportsIndex, TypeVar
 
@@ -148,12 +149,16 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _check(self)
+        object.__setattr__(self, "xtc_special_tokens", tuple(self.xtc_special_tokens))
         for processor in self.logits_processors or ():
             if not callable(processor):
                 raise OptionError(f"logits_processors has {processor!r}: choose functions")
         for token, bias in (self.logit_bias or {}).items():
             if not isinstance(bias, float | SupportsFloat) or not _as_float(bias) < math.inf:
                 raise OptionError(f"logit_bias of token {token} is {bias}: choose a number")
+        if self.logit_bias:
+            biases = {token: float(bias) for token, bias in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", biases)
 
     @property
     def allows_drafts(self) -> bool:
@@ -368,6 +373,9 @@ def _check(params: SamplingParams | CacheOptions) -> None:
         elif name in _CHOICES and value not in _CHOICES[name]:
             wanted = f"one of {', '.join(map(str, _CHOICES[name]))}"
         elif kind not in ("int", "float") or least <= value <= most:
+            if kind in ("int", "float"):  # mlx-lm's functions do not take NumPy's numbers
+                number = index(value) if kind == "int" else float(value)
+                object.__setattr__(params, name, number)
             continue
         elif most < _MAX:
             wanted = f"a value between {least} and {most}"

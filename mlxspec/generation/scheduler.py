@@ -203,7 +203,7 @@ class Scheduler:
             prefilling.sort(key=lambda request: request.due)
             if together := self._short_ones(prefilling):
                 self._run_together(together)
-            else:
+            elif not prefilling[0].done:
                 self._run_chunk(prefilling[0])
             # Stop even without decoding requests, so that requests can be cancelled.
             alone = self._deadline == math.inf and self.stall < math.inf

@@ -355,7 +355,8 @@ class ApiBody(SamplingBody):
     @cached_property
     def tools_shown(self) -> Sequence[dict[str, Any]]:
         """The tools in OpenAI's form that the model may call."""
-        return [] if self.tool_mode[0] == "none" else self.offered()
+        offered = self.offered()  # refuses tools that cannot be offered, even if none is chosen
+        return [] if self.tool_mode[0] == "none" else offered
 
     @property
     def forced_tool(self) -> str | None:

@@ -190,8 +190,13 @@ class Catalog:
         for name, entry in new.items():
             known = self._entries.get(name)
             replaces = known is None or (known.is_unused and known not in self.at_start)
-            if entry.path not in of_start and replaces:
-                self._entries[name] = entry  # its files may have been replaced
+            if entry.path in of_start or not replaces:
+                continue
+            if known is None:
+                self._entries[name] = entry
+            else:  # its files may have been replaced; a request may already have the entry
+                known.path, known.others = entry.path, entry.others
+                known.nbytes, known.context_length = entry.nbytes, entry.context_length
 
     async def named(self, name: str | None, strict: bool = True) -> Entry:
         """The model for requests with this name.

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..jsonl import without_lone_surrogates
 from .text_reader import Reading, TextReader, Unexpected, Unfinished
 
 
@@ -364,7 +365,7 @@ _WITHOUT_ARGUMENTS = {"name", "id", "type"}  # keys of calls without arguments
 
 def _text_of(value: str) -> str:
     """The string that JSON text stands for; an empty one if it is another value."""
-    return str(json.loads(value)) if value.startswith('"') else ""
+    return without_lone_surrogates(json.loads(value)) if value.startswith('"') else ""
 
 
 def _nowhere(piece: str) -> None:

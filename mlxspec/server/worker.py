@@ -331,7 +331,7 @@ class ModelQueue(Scheduler):
         memory = self._worker.memory
         for request in cast(list[ServedRequest], [*self._waiting]):
             if not self._worker.admit(request):
-                if memory.reserved or memory.ever_fits(request.need):
+                if memory.reserved or memory.fits(request.need):
                     return None
                 refusal = memory.refusal(len(request.prompt), request.max_tokens, request.need)
                 self.cancel(request, refusal)

@@ -141,6 +141,7 @@ def test_an_alias_of_another_one_stands_for_its_model():
         (b"modle = 'x'\n", "unknown setting 'modle'"),
         (b"max-tokens = [1]\n", "max-tokens is [1]: "),
         (b"max-tokens = true\n", "max-tokens is True: "),
+        (b"temp = inf\n", "temp is inf: choose a finite number"),
         (b"max-tokens = 2.9\n", "max-tokens is 2.9: "),
         (b"model = ['a']\n", "model is ['a']: write it in quotes"),
         (b"alias = 'x'\n", "unknown setting 'alias'"),

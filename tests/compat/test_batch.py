@@ -62,6 +62,22 @@ def alone(loaded: tuple, prompt: list[int], limit: int) -> list[int]:
     return [r.token for r in responses if r.token not in loaded[1].eos_token_ids]
 
 
+def test_answers_end_where_those_to_single_prompts_end(loaded: tuple, prompts: list) -> None:
+    tokens = alone(loaded, prompts[0], 12)
+    stop = loaded[1].decode(tokens[5:6]).strip() or loaded[1].decode(tokens[5:7])
+    for options in ({"stop": [stop]}, {"stop_tokens": [tokens[5]]}):
+        (text,) = mlxspec.batch_generate(*loaded, prompts[:1], max_tokens=12, **options).texts
+        one_by_one = mlxspec.stream_generate(*loaded, prompts[0], max_tokens=12, **options)
+        assert text.strip() == "".join(response.text for response in one_by_one).strip()
+        assert len(text) < len(loaded[1].decode(tokens))
+
+
+@pytest.mark.parametrize("name", ["on_progress", "prompt_cache"])
+def test_options_of_a_single_prompt_are_refused(loaded: tuple, prompts: list, name: str) -> None:
+    with pytest.raises(OptionError, match=f"{name} is for one prompt: pass prompt_"):
+        mlxspec.batch_generate(*loaded, prompts, **{name: None})
+
+
 @pytest.mark.nightly(keep=1)
 def test_answers_are_those_to_single_prompts(
     prompts: list, way: JointMode, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 from collections.abc import Callable
@@ -39,6 +40,16 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def loaded() -> tuple:
     return stand_in_with_costs()
+
+
+def test_the_generator_keeps_its_model_alive() -> None:
+    def started() -> Any:
+        model, (_, tokenizer) = ARCHITECTURES["llama3"].model(), stand_in_with_costs()
+        return mlxspec.stream_generate(model, tokenizer, [1, 2, 3], max_tokens=2)
+
+    generator = started()
+    gc.collect()
+    assert len([*generator]) == 2
 
 
 @pytest.mark.parametrize(

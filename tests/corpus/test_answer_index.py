@@ -102,6 +102,10 @@ def test_invalid_token_ids_are_refused_and_the_memory_continues():
         for answer, prompt in (["a"], []), ([1.5], []), ([1], ["b"]), (5, []):
             with pytest.raises(TypeError):
                 held.add(answer, prompt=prompt)
+        held.add([1, 2**63])
+        held.add([1, 2], prompt=[2**31])
+        held.add([1, 2], {"steps": float("nan")})
+        held.add([1, 2], {"steps": 10**30})
         held.add([1, 2, 3])
         held.settle()
         assert held.look_up([1, 2])[1]

@@ -104,6 +104,19 @@ def test_each_drafter_sees_the_step_as_if_its_own_tree_had_been_verified(
             assert seen.tree is drafter.tree
 
 
+def test_a_step_without_a_proposal_is_observed_as_one_without_a_draft() -> None:
+    first, second = Scripted(DraftTree.chain(9, [1])), Scripted(DraftTree.chain(9, [2]))
+    combined = CombinedDrafter(first, second)
+    combined.begin([9])
+    step = verified(DraftTree.chain(5))
+    combined.observe(step)
+    combined.propose(4)
+    combined.observe(verified(DraftTree.chain(9, [1])))
+    combined.observe(step)  # with the proposal before, this tree's root would be another
+    for drafter in (first, second):
+        assert [seen.tree.tokens[0] for seen in drafter.seen] == [5, 9, 5]
+
+
 @given(trees())
 def test_a_trees_view_of_its_own_step_is_the_step(tree: DraftTree) -> None:
     step = verified(DraftTree.from_branches(9, sorted(paths(tree))))

@@ -84,6 +84,29 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, in
     return float(((observed - expected)[used] ** 2 / expected[used]).sum()), int(used.sum()) - 1
 
 
+def test_numbers_and_ids_of_any_kind_are_python_s() -> None:
+    given = SamplingParams(
+        temp=np.float32(0.5),
+        top_k=np.int64(5),
+        top_p=np.float32(0.5),
+        repetition_penalty=np.float64(1.5),
+        logit_bias={5: 10**30},
+        xtc_probability=np.float32(0.5),
+        xtc_special_tokens=iter([1, 2]),
+    )
+    assert given == SamplingParams(
+        temp=0.5,
+        top_k=5,
+        top_p=0.5,
+        repetition_penalty=1.5,
+        logit_bias={5: 1e30},
+        xtc_probability=0.5,
+        xtc_special_tokens=(1, 2),
+    )
+    kinds = [type(value) for value in (given.temp, given.top_k, given.logit_bias[5])]
+    assert kinds == [float, int, float]
+
+
 @pytest.mark.parametrize("temp", [0.6, 1.0, 1.7])
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_choices_follow_the_exact_distribution(temp: float, filters: dict) -> None:

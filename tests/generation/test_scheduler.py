@@ -91,6 +91,30 @@ def test_each_generation_writes_what_it_writes_alone() -> None:
     assert found[2].reason == "stop"
 
 
+def test_a_failed_joint_step_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = new_decoder()
+    scheduler = Scheduler(decoder)
+    share, failures = scheduler._share_steps, [RuntimeError("from MLX")]
+
+    def fails_once() -> None:
+        if failures:
+            raise failures.pop()
+        share()
+
+    monkeypatch.setattr(scheduler, "_share_steps", fails_once)
+    found = [Collected() for _ in PROMPTS]
+    requests = [
+        submit(scheduler, prompt, collected.add, 8)
+        for prompt, collected in zip(PROMPTS, found, strict=True)
+    ]
+    scheduler.run()
+    assert [str(request.error) for request in requests if request.error] == ["from MLX"]
+    ended = [one.tokens for one, request in zip(found, requests, strict=True) if not request.error]
+    expected = [alone(decoder, prompt, 8) for prompt in PROMPTS]
+    assert len(ended) == len(PROMPTS) - 1
+    assert all(tokens in expected for tokens in ended)
+
+
 @pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_of_every_mode_can_be_scheduled(kind: str) -> None:

@@ -172,6 +172,19 @@ def two() -> Shelf:
     return Shelf(Entry("hub/a", "/models/a"), Entry("hub/b", "/models/b"))
 
 
+def test_an_entry_that_a_request_has_stays_the_catalogs() -> None:
+    async def run() -> None:
+        async with serving(shelf := two()) as server:
+            entry = await server.catalog.named("hub/a")
+            shelf.entries[0].nbytes = 7
+            server.now = 60.0
+            await server.catalog.look()
+            assert server.entry("hub/a") is entry
+            assert entry.nbytes == 7
+
+    asyncio.run(run())
+
+
 def alone(prompt: str = "Hello", max_tokens: int = 6, **options: Any) -> str:
     """Return plain decoding's output with the same model."""
     model = served().decoder

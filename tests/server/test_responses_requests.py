@@ -294,6 +294,7 @@ def test_reasoning_of_others_is_their_summary() -> None:
         ({"metadata": {"a": 5}}, "metadata.a"),
         ({"temperature": -1}, "temperature"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "none"}, "tools"),
         ({"tools": [EXEC, {"type": "mcp"}]}, "tools"),
         ({"tools": [EXEC, {"type": "local_shell"}]}, "tools"),
         ({"tools": [{**EXEC, "name": ""}]}, "tools[0].name"),

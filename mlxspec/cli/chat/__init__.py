@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
 import sys
 import time
@@ -495,7 +496,8 @@ class LocalModel:
 
         Raises:
             MlxspecError: the other model cannot be loaded, or has no chat template.
-            EOFError: Ctrl-C has stopped both, so that no model is left to chat with.
+            EOFError: the current model cannot be loaded again, or a second Ctrl-C has stopped that,
+                so that no model is left to chat with.
         """
         import mlx.core as mx
 
@@ -504,16 +506,19 @@ class LocalModel:
             return
         _check_template(name)
         find_directory(name, None)  # downloads it
-        del self.session, self.decoder
-        gc.collect()  # decoders may be part of cycles
-        mx.clear_cache()
         try:
+            del self.session, self.decoder
+            gc.collect()  # decoders may be part of cycles
+            mx.clear_cache()
             self._use(name)
         except BaseException:
             try:
                 self._use(before)
             except KeyboardInterrupt:  # the second, which leaves
                 raise EOFError from None
+            except MlxspecError as error:
+                note(error)
+                raise EOFError from error
             raise
 
     def _use(self, name: str) -> None:
@@ -551,7 +556,7 @@ def write_chat(path: Path, model: str, conversation: Messages) -> None:
     Raises:
         FileError: the file exists and is not a saved chat, or cannot be written.
     """
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path.is_file, False if the name is too long
         read_chat(path)
     record = {"model": model, "created": int(time.time()), "messages": conversation}
     text = json.dumps(record, ensure_ascii=False, indent=1)

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from io import TextIOWrapper
 from textwrap import fill
 from typing import NoReturn
@@ -40,7 +41,8 @@ def _write(line: str) -> None:
     with suppress(OSError):  # such as a full disk, which is no reason to lose the answer
         if sys.stderr.isatty():  # a terminal would break words
             width = columns_of(sys.stderr)
-            line = fill(line, width, break_long_words=False, break_on_hyphens=False)
+            fit = partial(fill, width=width, break_long_words=False, break_on_hyphens=False)
+            line = "\n".join(map(fit, line.split("\n")))
         print(line, file=sys.stderr, flush=True)  # click would write past a progress bar
 
 
