@@ -127,6 +127,7 @@ class Catalog:
 
     Attributes:
         starting: whether initial models are still to be loaded.
+        ending: whether the server is shutting down, so that no load goes on.
     """
 
     worker: Worker
@@ -143,12 +144,13 @@ class Catalog:
         self.starting = bool(self._entries)
         self.default = self.default or next(iter(self._entries), None)
         self._looked = self.clock()
+        self._looking: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "mlxspec models")
         self._moving = asyncio.Lock()
         """Held while a model is loaded or unloaded."""
         self._left = asyncio.Event()
         """Set when a request stops using its model, or waiting for it."""
-        self._ending = False
+        self.ending = False
         self._add(self.loader.find())
 
     @property
@@ -175,11 +177,19 @@ class Catalog:
 
     async def look(self) -> None:
         """Find models that were added on disk, and forget those that were removed."""
-        if self.clock() - self._looked >= _LOOK:
+        if not self._looking and self.clock() - self._looked >= _LOOK:
             self._looked = self.clock()
+            self._looking = asyncio.create_task(self._scan())
+        if self._looking:
+            await asyncio.shield(self._looking)
+
+    async def _scan(self) -> None:
+        try:
             # The start has reported lasting errors; others come from files that vanish meanwhile.
             with suppress(MlxspecError, OSError):
                 self._add(await asyncio.to_thread(self.loader.find))
+        finally:
+            self._looking = None
 
     def _add(self, entries: Iterable[Entry]) -> None:
         new = {entry.name: entry for entry in entries}
@@ -375,7 +385,8 @@ class Catalog:
         If it would not fit even without all of them, none is unloaded.
         """
         fits = self.worker.memory.ever_fits
-        if fits(need) or self._moving.locked():  # a load in progress may wait for this request
+        loads = any(entry.loading for entry in self.entries)
+        if fits(need) or loads or self._moving.locked():  # a load may wait for this request
             return
         async with self._moving:
             idle = [
@@ -416,7 +427,7 @@ class Catalog:
         """Read a model's weights in this thread, and run its first steps in the worker's."""
 
         def on_read(nbytes: int) -> None:
-            if self._ending:
+            if self.ending:
                 raise ApiError("the server is shutting down", status=503)
             entry.read += nbytes
 
@@ -444,7 +455,7 @@ class Catalog:
             self.worker.call(self.worker.leave, entry.served).result()
             self.loader.save(entry)
         except Exception as error:  # even so, the room is free, and a load may wait for it
-            if not self._ending:
+            if not self.ending:
                 _log.error("the model %s could not be closed", entry.name, exc_info=error)
         entry.served = None
         _free()
@@ -452,7 +463,7 @@ class Catalog:
 
     def close(self) -> None:
         """End the thread; a model that is still loading is abandoned."""
-        self._ending = True
+        self.ending = True
         self._thread.shutdown(cancel_futures=True)
 
 

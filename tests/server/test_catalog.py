@@ -172,6 +172,17 @@ def two() -> Shelf:
     return Shelf(Entry("hub/a", "/models/a"), Entry("hub/b", "/models/b"))
 
 
+def test_requests_that_come_during_a_scan_wait_for_it() -> None:
+    async def run() -> None:
+        async with serving(shelf := two()) as server:
+            shelf.entries.append(Entry("hub/new", "/models/new"))
+            server.now = 60.0
+            new = server.catalog.named("hub/new"), server.catalog.named("hub/new")
+            assert [entry.name for entry in await asyncio.gather(*new)] == ["hub/new"] * 2
+
+    asyncio.run(run())
+
+
 def test_an_entry_that_a_request_has_stays_the_catalogs() -> None:
     async def run() -> None:
         async with serving(shelf := two()) as server:

@@ -109,6 +109,7 @@ class ApiClient:
 
 # --- answers ---
 
+_FORBIDS = -1e38  # a bias that leaves a token no chance; JSON has no -inf
 _NOT_SENT = {"temp", "min_tokens_to_keep", "logits_processors", "sampler", "xtc_special_tokens"}
 _ONLY_LOCAL = DraftingOptions(), CacheOptions(), None  # the values of options not given
 
@@ -177,8 +178,10 @@ class RemoteModel:
         from ...generation.response import GenerationResponse, SpeculationStats
 
         params = vars(generation.sampling)
+        biases = generation.sampling.logit_bias or {}
         body = {
             **{name: value for name, value in params.items() if name not in _NOT_SENT},
+            "logit_bias": {token: max(bias, _FORBIDS) for token, bias in biases.items()} or None,
             "temperature": generation.sampling.temp,
             "model": self.name,
             "prompt": list(tokens),
