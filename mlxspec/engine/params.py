@@ -372,10 +372,10 @@ def _check(params: SamplingParams | CacheOptions) -> None:
             wanted = noun
         elif name in _CHOICES and value not in _CHOICES[name]:
             wanted = f"one of {', '.join(map(str, _CHOICES[name]))}"
-        elif kind not in ("int", "float") or least <= value <= most:
-            if kind in ("int", "float"):  # mlx-lm's functions do not take NumPy's numbers
-                number = index(value) if kind == "int" else float(value)
-                object.__setattr__(params, name, number)
+        elif kind not in ("int", "float"):
+            continue
+        elif least <= (number := index(value) if kind == "int" else _as_float(value)) <= most:
+            object.__setattr__(params, name, number)  # mlx-lm takes no numbers of NumPy
             continue
         elif most < _MAX:
             wanted = f"a value between {least} and {most}"
