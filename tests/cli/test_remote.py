@@ -39,7 +39,8 @@ def test_every_command_does_its_work_with_a_server(endless: Path, tmp_path: Path
         options = ["--server", server.address.removeprefix("http://"), "--max-tokens", "5"]
         result = CliRunner().invoke(chat_command, options, input="\n".join(lines))
         forbidding = [*options, "--logit-bias", "0=-inf"]
-        assert CliRunner().invoke(chat_command, forbidding, input="a").stdout == LINE
+        forbidden = CliRunner().invoke(chat_command, forbidding, input="a")
+        assert forbidden.stdout == LINE, forbidden.stderr
     assert result.stdout == LINE + "ah oh\n" * 4 + LINE, result.stderr
     assert f"Chatting with {endless.name}.\n" in result.stderr
     assert f"/model NAME switches to {endless.name}, other.\n" in result.stderr

@@ -109,7 +109,7 @@ class ApiClient:
 
 # --- answers ---
 
-_FORBIDS = -1e38  # a bias that leaves a token no chance; JSON has no -inf
+_FORBIDS = -100.0  # the least bias that the API takes; JSON has no -inf
 _NOT_SENT = {"temp", "min_tokens_to_keep", "logits_processors", "sampler", "xtc_special_tokens"}
 _ONLY_LOCAL = DraftingOptions(), CacheOptions(), None  # the values of options not given
 
