@@ -103,3 +103,8 @@ def test_an_invalid_saved_chat_is_one_line(tmp_path: Path, content: bytes, messa
     assert str(error.value).startswith(f"{path}: is not a saved chat (")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_name_that_is_too_long_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="File name too long"):
+        write_chat(tmp_path / ("a" * 300), "demo", TURNS)
