@@ -300,9 +300,9 @@ def batch_generate(
             is refused before any prompt is answered.
         TypeError: an option does not exist.
     """
-    for name in options.keys() & {"on_progress", "prompt_cache"}:
-        other = {"on_progress": "prompt_progress_callback", "prompt_cache": "prompt_caches"}[name]
-        raise OptionError(f"{name} is for one prompt: pass {other}")
+    of_all = {"on_progress": "prompt_progress_callback", "prompt_cache": "prompt_caches"}
+    for name in of_all.keys() & options:
+        raise OptionError(f"{name} is for one prompt: pass {of_all[name]}")
     decoder = decoder_of(model, tokenizer)
     budgets = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     given = [None] * len(prompts) if prompt_caches is None else prompt_caches

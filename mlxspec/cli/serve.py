@@ -611,11 +611,12 @@ def _serve(
         elif worker.requests or any(entry.waiting for entry in catalog.entries):
             note(f"{_GRACE:g} s for running requests to end; press Ctrl-C again to stop at once")
 
+    ending = "the server is shutting down"
+
     def on_end() -> None:
         catalog.ending = True  # requests that wait for a load get this error, too
         worker.fail(ApiError(ending, status=503))
 
-    ending = "the server is shutting down"
     server = HttpServer(
         app,
         grace=_GRACE,

@@ -1,7 +1,7 @@
 """Reads the user's settings, and edits settings files.
 
 ``mlxspec config`` edits the user's settings, and ``mlxspec connect`` those of other programs. Both
-merge settings into a file that the user may edit, too, and leave the rest of it unchanged.
+merge settings into a file that the user may edit, too, and keep its other settings and comments.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ def checked(name: str, value: object) -> Any:
     try:
         if kind is click.STRING and not isinstance(value, str):
             raise click.BadParameter("write it in quotes")
-        number = kind.convert(str(value), None, None)  # as text, since int(2.9) is 2
-        if isinstance(number, float) and not math.isfinite(number):
+        converted = kind.convert(str(value), None, None)  # as text, since int(2.9) is 2
+        if isinstance(converted, float) and not math.isfinite(converted):
             raise click.BadParameter("choose a finite number")
-        return number
+        return converted
     except click.BadParameter as error:
         raise OptionError(f"{name} is {value!r}: {str(error).rstrip('.')}") from error
 

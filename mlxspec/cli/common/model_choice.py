@@ -126,10 +126,13 @@ def model_argument(about: str = _ABOUT + _DEFAULT, *, several: bool = False) -> 
     same = "Another way to give MODEL" + ("; repeatable." if several else ".")
     early = {"group": ARGUMENTS, "is_eager": True}  # the argument's callback needs its value
     by_name = option("-m --model MODEL", same, "named", type=MODEL, multiple=several, **early)
-    how: dict[str, Any] = {
-        "metavar": words,
-        "nargs": -1 if several else 1,
-        "callback": in_either_way,
-    }
-    by_place = click.argument(name, help=about, required=False, type=MODEL, **how)
+    by_place = click.argument(
+        name,
+        help=about,
+        required=False,
+        type=MODEL,
+        metavar=words,
+        nargs=-1 if several else 1,
+        callback=in_either_way,
+    )
     return lambda function: by_place(by_name(function))
