@@ -213,7 +213,7 @@ def serve_command(
 ) -> None:
     """Serve models with OpenAI's and Anthropic's APIs.
 
-    Several requests are answered at once, all with drafts, which are verified in the same forward.
+    Several requests are answered at once, with drafts; with most models they share each forward.
     A prompt that begins like an earlier one reuses that prompt's cache.
 
     \b
