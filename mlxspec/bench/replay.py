@@ -103,6 +103,8 @@ def replay_jointly(
     while True:
         for completion in itertools.islice(waiting, limit - len(active)):
             drafter = new_drafter(completion.output)
+            if isinstance(drafter, Planner):
+                drafter.stop_tokens = {completion.output[-1]}
             drafter.begin(completion.prompt)
             last = completion.context[completion.begin - 1]
             active.append(_Output(completion.output, drafter, last))

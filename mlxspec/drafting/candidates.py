@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from typing import Protocol
@@ -93,6 +93,7 @@ class Candidates:
             its origin.
         branching: whether a node may have several children.
         max_depth: the greatest depth of a node.
+        stop_tokens: the tokens that end the output, so nothing can follow them.
 
     Attributes:
         p_reached: for each node added so far, the probability that it is accepted.
@@ -100,12 +101,19 @@ class Candidates:
     """
 
     def __init__(
-        self, last: int, roots: Sequence[SourceNode], *, branching: bool, max_depth: int
+        self,
+        last: int,
+        roots: Sequence[SourceNode],
+        *,
+        branching: bool,
+        max_depth: int,
+        stop_tokens: Collection[int] = (),
     ) -> None:
         self._tokens, self._parents, self._depths = [last], [-1], [0]
         self._origins: list[str] = []
         self.p_reached: list[float] = []
         self._limit, self._max_depth = _CHILDREN if branching else 1, max_depth
+        self._stop_tokens = stop_tokens
         # An entry has a node to be added: its negative p_reached, a serial number by which the
         # older one of equal entries comes first, its parent, its token, and its sources' nodes.
         self._serial = count()
@@ -141,7 +149,8 @@ class Candidates:
 
     def _children(self, node: int, p_node: float, sources: Sequence[SourceNode]) -> list[_Entry]:
         """The entries of a node's children, the likeliest first."""
-        if self._depths[node] >= self._max_depth:
+        ends = node > 0 and self._tokens[node] in self._stop_tokens
+        if ends or self._depths[node] >= self._max_depth:
             return []
         if len(sources) == 1:
             children = sources[0].children(self._limit)

@@ -97,7 +97,7 @@ class Experience:
             return
         self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
         if self._has_file and not self._path.exists():  # the user has removed it
-            self.corrections, self._kinds = Corrections(), {}
+            self.corrections, self.of_memory, self._kinds = Corrections(), Corrections(), {}
         weights = {
             feature: round(weight, 4)
             for feature, weight in [*self.corrections.items()]  # other threads may be learning

@@ -11,7 +11,7 @@ import math
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -312,10 +312,12 @@ class Planner:
         shared_plan: the next step's plan, if the sequences that share the step planned it together.
         policy: the current generation's policy.
         failed: whether planning has failed in the current generation.
+        stop_tokens: the tokens that end the output.
         guide: a constrained output's :class:`mlxspec.engine.grammar.Grammar`, or None.
         head: a trained head's source, which drafts when nothing else is likely enough, or None.
     """
 
+    stop_tokens: Collection[int] = ()
     guide: Any = None
     head: HeadSource | None = None
 
@@ -393,7 +395,13 @@ class Planner:
         return self._candidates(roots, max_depth)
 
     def _candidates(self, roots: Sequence[SourceNode], max_depth: int) -> Candidates:
-        return Candidates(self._last, roots, branching=self.branching, max_depth=max_depth)
+        return Candidates(
+            self._last,
+            roots,
+            branching=self.branching,
+            max_depth=max_depth,
+            stop_tokens=self.stop_tokens,
+        )
 
     @property
     def head_time(self) -> float:
@@ -514,14 +522,14 @@ class Planner:
             return "planning failed: see the log"
         if policy.budget < 0:
             return "drafts have gained too little lately to search for one in every step"
+        if policy.probes:
+            return "a plain step, to measure its time"
         table = costs.hopeful.table
         if not len(candidates):
             return (
                 "no continuation is likely enough here for rows that cost "
                 f"{costs.hopeful.row_costs[0]:.2f} plain steps each"
             )
-        if policy.probes:
-            return "a plain step, to measure its time"
         expected = expected_tokens(candidates.p_reached)
         restart = costs.sync_overhead * policy.ahead
         gain, n_draft = best_draft(expected, table, policy.rate, restart)

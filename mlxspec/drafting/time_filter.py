@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -126,6 +126,8 @@ class TimeFilter:
             {time.rows: time for time in known[context] if time.rows <= WIDEST}
             for context in self._contexts
         ]
+        for longer in measured[1:]:
+            measured[0] = _with_rows_of(longer, measured[0])
         errors = {rows: time.uncertainty for rows, time in measured[0].items()}
         plain = errors.pop(1)
         seconds = _completed([{r: t.seconds for r, t in times.items()} for times in measured])
@@ -401,6 +403,28 @@ def _rising(costs: Iterable[tuple[float, float]]) -> list[float]:
             mean = (low * low_weight + high * high_weight) / weight
             groups[-2:] = [(mean, weight, n_low + n_high)]
     return [math.exp(value) for value, _, count in groups for _ in range(count)]
+
+
+def _with_rows_of(
+    longer: Mapping[int, StepTime], shortest: Mapping[int, StepTime]
+) -> dict[int, StepTime]:
+    """The times after the shortest context, with the rows that only a longer one was measured with.
+
+    Their times are those after the longer context, reduced as the other times are.
+    """
+    rows = sorted(longer)
+    seconds = np.interp([*sorted(shortest)], rows, [longer[r].seconds for r in rows])
+    ratios = [shortest[r].seconds / s for r, s in zip(sorted(shortest), seconds, strict=True)]
+    added = {
+        r: replace(
+            time,
+            seconds=time.seconds * float(np.interp(r, sorted(shortest), ratios)),
+            uncertainty=math.hypot(time.uncertainty, math.sqrt(_UNSEEN_VARIANCE)),
+        )
+        for r, time in longer.items()
+        if r not in shortest
+    }
+    return {**shortest, **added}
 
 
 def _completed(measured: list[dict[int, float]]) -> list[dict[int, float]]:

@@ -125,7 +125,8 @@ class Decoder:
         """
         if self.costs.wants_long_context:
             with self._measuring:
-                self.costs = with_long_context(self.loaded, self.costs)
+                if self.costs.wants_long_context:  # no other thread has measured meanwhile
+                    self.costs = with_long_context(self.loaded, self.costs)
         self.costs = self.costs.for_generation()
         return self.costs
 
@@ -250,8 +251,8 @@ class Decoder:
     def with_separate_memory(self, memory_tokens: int) -> Self:
         """A decoder of the same model that remembers and learns separately from this one.
 
-        Neither drafts from the other's outputs or learns from them. Both use the same measured
-        costs of steps.
+        Neither drafts from the other's outputs or learns from them. Both begin with the same
+        measured costs of steps.
 
         Args:
             memory_tokens: how many tokens of outputs the new decoder remembers, in the process

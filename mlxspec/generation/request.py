@@ -235,6 +235,8 @@ class Request:
         grammar = self.constraint.begin(self.max_tokens) if self.constraint else None
         made = self.make_drafter(grammar) if self.takes_drafts else None
         drafter = NoDraft() if made is None else made
+        if isinstance(drafter, Planner):
+            drafter.stop_tokens = self.stop_tokens
         self.output = OutputText(
             decoder.new_detokenizer(), self.stop_tokens, self.stop, self.max_tokens
         )

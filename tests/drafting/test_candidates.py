@@ -100,3 +100,11 @@ def test_the_nodes_that_are_left_out_are_in_no_best_draft(
     everything = planner.search(50).tree(curve.widest - 1)
     best = best_draft(expected_tokens(everything.p_reached), curve.table, rate)[1]
     assert planner.propose(50) == everything.first(best)
+
+
+@given(candidates("first"), candidates("second"))
+def test_nothing_follows_a_token_that_ends_the_output(first: DraftTree, second: DraftTree) -> None:
+    roots = [TreeNode(first), TreeNode(second)]
+    found = Candidates(9, roots, branching=True, max_depth=99, stop_tokens={1, 9}).tree(99)
+    possible = [path for path in paths(merged([first, second]).tree(99)) if 1 not in path[:-1]]
+    assert sorted(paths(found)) == sorted(possible)
