@@ -8,7 +8,7 @@ finds it. MODEL is a model with a chat template, as for ``mlxspec generate``; by
 ``MLXSPEC_REAL_MODEL``, or else the demo model. Most of the time goes into the examples: the model's
 answers to questions that this script makes of templates, and the model's states over open text,
 which is the running Python's standard library and the descriptions of the installed packages. They
-are kept in FOLDER/examples, 6 bytes per token and unit of the model's width, and are not made again
+are kept in the same folder, 6 bytes per token and unit of the model's width, and are not made again
 if training is repeated.
 
 The head learns the model's distributions over the next tokens, not the text itself. It starts as
@@ -51,7 +51,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxspec.bench.prompts import read_prompts
 from mlxspec.engine.heads import TrainedHead
 from mlxspec.engine.hidden import HiddenStates
+from mlxspec.engine.prompt_cache import digest_of_weights
 from mlxspec.models.heads.chains import Eagle3
+from mlxspec.models.heads.settings import rope_of, target_config, text_of
 from mlxspec.models.model_files import find_directory
 
 _LENGTH = 256  # tokens of an example
@@ -636,8 +638,8 @@ def settings(target: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": own,
         "head_dim": target.get("head_dim") or width // heads,
         "rms_norm_eps": target["rms_norm_eps"],
-        "rope_theta": target["rope_theta"],
-        "max_position_embeddings": target["max_position_embeddings"],
+        "rope_theta": rope_of(target).get("rope_theta") or target["rope_theta"],
+        "max_position_embeddings": target.get("max_position_embeddings", 8192),
         "vocab_size": target["vocab_size"],
         "draft_vocab_size": min(_VOCABULARY, target["vocab_size"] // 4),
         "tie_word_embeddings": False,
@@ -663,7 +665,7 @@ def main() -> None:
         parser.error(f"{arguments.model} has no chat template: name a model that answers questions")
     folder = arguments.to or find_directory(arguments.model, None) / "head"
     weights, file = folder / "model.safetensors", folder / "config.json"
-    target = vars(model.args)
+    target = text_of(target_config(model))
     config = settings(target)
     if arguments.show:
         config = json.loads(file.read_text())
@@ -672,8 +674,9 @@ def main() -> None:
     TrainedHead(head, model)  # binds it
     hidden = HiddenStates(model, head.reads)
     if not arguments.show:
-        make_examples(hidden, tokenizer, folder / "examples", arguments.answers, arguments.texts)
-        examples = Examples(folder / "examples", hidden, tokenizer.eos_token_id)
+        kept = folder / f"examples-{digest_of_weights(model)[:12]}"  # another model's differ
+        make_examples(hidden, tokenizer, kept, arguments.answers, arguments.texts)
+        examples = Examples(kept, hidden, tokenizer.eos_token_id)
         frequent = examples.frequent(config["draft_vocab_size"], target["vocab_size"])
         outputs = hidden.logits(mx.eye(head.width)[None])[0]  # the output layer's weights
         drafted = np.array(outputs.astype(mx.float32))[:, frequent].T

@@ -5,7 +5,7 @@ target in one step. Only regular files are ever replaced: links are not followed
 and sockets are not written to.
 
 The temporary file's name is derived from the target's, so a file that a killed process left behind
-is overwritten by the next one. A lock on the directory lets only one process write there at a time.
+is overwritten by the next one. A lock lets only one process write it at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -127,17 +127,27 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
         replace: replace an existing directory, even if it is not empty.
 
     Raises:
-        FileError: the directory cannot be written.
+        FileError: the directory cannot be written, or another process is writing it.
     """
     partial, old = _beside(path, "partial"), _beside(path, "replaced")
-    with _one_line(path, "name another directory"):
+    with ExitStack() as stack, _one_line(path, "name another directory"):
         path.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir(exist_ok=True)
+        try:
+            stack.enter_context(_locked(partial, wait=False))
+        except BlockingIOError as error:
+            raise FileError(
+                f"{path}: another process is writing it; wait for it, or name another directory"
+            ) from error
         if old.exists() and not path.exists():
             old.rename(path)  # the process was killed between the two renames below
-        for leftover in (partial, old):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
         try:
-            partial.mkdir()
+            for leftover in partial.iterdir():
+                if leftover.is_dir() and not leftover.is_symlink():
+                    shutil.rmtree(leftover)
+                else:
+                    leftover.unlink()
             yield partial
             if replace and path.exists():
                 path.rename(old)
@@ -152,12 +162,20 @@ def _beside(path: Path, kind: str) -> Path:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Wait until no other thread or process holds a directory's lock, and hold it."""
+def _locked(directory: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold a directory's lock, once no other thread or process holds it.
+
+    Raises:
+        BlockingIOError: another one holds it, and ``wait`` is False.
+    """
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass  # a file system without locks
         yield
     finally:
         os.close(descriptor)

@@ -147,10 +147,11 @@ def in_answer(
     first = calling = {} if call_start is None else {call_start: call}
     if opens is not None and closes is not None:
         first = {**calling, opens: reasoning}
+    ending = calling if closes is None else {**calling, closes: after}  # of the reasoning
     lead = " " if trims_space else ""
     phases = [
         Phase(constraint and replace(constraint, lead=lead), first),
-        Phase(None, {} if closes is None else {closes: after}, may_end=constraint is None),
+        Phase(None, ending, may_end=constraint is None),
         Phase(constraint and replace(constraint, lead=_AFTER_REASONING), calling),
         Phase(calls),
     ]

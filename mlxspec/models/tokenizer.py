@@ -17,7 +17,8 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -105,7 +106,7 @@ def load_tokenizer(
     Raises:
         LoadError: the tokenizer is missing, of an unsupported kind, or needs its repository's code.
     """
-    try:
+    with errors_named(directory):
         if any((directory / name).is_file() for name in HUGGING_FACE_FILES):
             with without_byte_order_marks(directory) as plain:
                 wrapper = _load(plain, eos_token_ids, settings or {})
@@ -114,6 +115,14 @@ def load_tokenizer(
                 write_tokenizer(directory, Path(written))
                 wrapper = _load(Path(written), eos_token_ids, settings or {})
         wrapper._tokenizer.name_or_path = str(directory)
+        return wrapper
+
+
+@contextmanager
+def errors_named(directory: Path) -> Iterator[None]:
+    """Raise LoadError for any error of a library that reads a tokenizer."""
+    try:
+        yield
     except LoadError:
         raise
     except Exception as error:  # wrong settings make the libraries raise anything
@@ -121,7 +130,6 @@ def load_tokenizer(
         if "trust_remote_code" in str(error):
             reason = "it needs Python code from its repository, which is never run"
         raise LoadError(f"{directory}: the tokenizer cannot be loaded: {reason}") from error
-    return wrapper
 
 
 def _config_without_nulls(directory: Path) -> Any:

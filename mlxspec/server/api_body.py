@@ -76,7 +76,9 @@ class SamplingBody(Body):
     top_p: _Fraction = _DEFAULT.top_p
     top_k: Annotated[Annotated[int, Field(ge=0, le=2**63)] | None, _MinusOne] = _DEFAULT.top_k
     min_p: _Fraction = _DEFAULT.min_p
-    seed: Annotated[Annotated[int, Field(ge=0, le=2**64 - 1)] | None, _MinusOne] = _DEFAULT.seed
+    seed: Annotated[Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None, _MinusOne] = (
+        _DEFAULT.seed
+    )
     logit_bias: Annotated[Dictionary[_Token, _Bias], Field(max_length=10_000)] = {}
     repetition_penalty: Annotated[float, Field(ge=0, le=100)] | None = _DEFAULT.repetition_penalty
     repetition_context_size: TokenId = _DEFAULT.repetition_context_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -187,12 +187,12 @@ async def _held(lock: asyncio.Lock | asyncio.Semaphore, make: Callable[[], _Resu
     return await asyncio.shield(asyncio.create_task(run()))
 
 
-async def _arrived(request: Request, places: asyncio.Semaphore) -> bytearray:
-    """Read a body. Raises ApiError if it arrives slowly, and others may wait for its place."""
+async def _arrived(request: Request, others_wait: Callable[[], bool]) -> bytearray:
+    """Read a body. Raises ApiError if it arrives slowly, and others wait for its place."""
     reading = asyncio.create_task(body_of(request))
     try:
         while not (await asyncio.wait({reading}, timeout=_ARRIVAL))[0]:
-            if places.locked():
+            if others_wait():
                 raise ApiError(
                     "the body arrives too slowly, and others wait for it: send it again",
                     status=408,
@@ -231,6 +231,7 @@ class Endpoints:
         self._compiling = asyncio.Semaphore(_COMPILING)
         self._parsing = asyncio.Lock()
         self._bodies = {size: asyncio.Semaphore(limit) for size, limit in _BODIES.items()}
+        self._sent = Counter[int]()  # bodies of each size that are being read or wait to be read
         self._responses = ResponseStore()
 
     def routes(self) -> list[Route]:
@@ -361,12 +362,16 @@ class Endpoints:
                 refuses it.
         """
         length = stated_length(request)
-        places = next(places for size, places in self._bodies.items() if length <= size)
-        async with places:
-            data = await _arrived(request, places)
-            slow = len(data) > _SLOW or "content-encoding" in request.headers
-            async with self._parsing if slow else nullcontext():
-                return await run_in_threadpool(lambda: parse(read_body(decoded(request, data))))
+        size = next(size for size in _BODIES if length <= size)
+        self._sent[size] += 1
+        try:
+            async with self._bodies[size]:
+                data = await _arrived(request, lambda: self._sent[size] > _BODIES[size])
+                slow = len(data) > _SLOW or "content-encoding" in request.headers
+                async with self._parsing if slow else nullcontext():
+                    return await run_in_threadpool(lambda: parse(read_body(decoded(request, data))))
+        finally:
+            self._sent[size] -= 1
 
     async def _read_chat(
         self, request: Request, parse: Callable[[Any], _Chat]

@@ -77,8 +77,15 @@ class ChatBody(ApiBody):
     tool_choice: StringOr[Literal["none", "auto", "required"], _Tool] = "auto"
     logprobs: bool = False
     top_logprobs: Top = 0
+    add_generation_prompt: bool = True  # vLLM's, whose continue_final_message needs a false one
 
     unsupported = (*ApiBody.unsupported, "chats", "/v1/chat/completions")
+
+    @model_validator(mode="after")
+    def _answers(self) -> ChatBody:
+        if not (self.add_generation_prompt or self.continued):
+            refuse("add_generation_prompt", False, "leave it out, since the model always answers")
+        return self
 
     @property
     def top(self) -> int | None:

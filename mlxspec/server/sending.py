@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, cast
@@ -113,15 +114,18 @@ async def _server_sent_events(
 ) -> AsyncIterator[str]:
     """Yield an answer's chunks as they are generated. An error replaces the rest of them."""
     yield framed(*answer.begin())
+    sent = time.monotonic()
     try:
         async with aclosing(stream.events(keep_alive)) as happening:
             async for events in happening:
-                if not events:
-                    yield _keep_alive(answer)
-                    continue
-                if text := framed(*answer.feed(events)):
-                    yield text
+                text = framed(*answer.feed(events)) if events else ""
                 stream.stop(answer.finished)
+                # While a call is generated, tokens arrive, but there may be nothing to send yet.
+                if not text and (not events or time.monotonic() - sent >= keep_alive):
+                    text = _keep_alive(answer)
+                if text:
+                    yield text
+                    sent = time.monotonic()
     except Exception as error:
         yield framed(answer.failed(_as_api_error(error)))
     yield answer.end

@@ -406,8 +406,14 @@ class Worker(SchedulerThread):
         """Check that ``count`` more generations may wait for a model.
 
         Raises:
-            ApiError: 429, the queue is full.
+            ApiError: 400, they are more than may ever wait; 429, the queue is full.
         """
+        if count > (most := self.queued + self.active):
+            self.metrics.add_end("refused")
+            raise ApiError(
+                f"{count} answers are asked for, but at most {most} may wait: ask for fewer",
+                param="n",
+            )
         states = [request.state for request in self.requests.copy() if request.served is served]
         waiting = states.count(State.WAITING)
         free = max(0, self.active - (len(states) - waiting))

@@ -161,6 +161,11 @@ def remove_a_tensor(source: Path) -> None:
     mx.save_safetensors(str(source / "model.safetensors"), weights)
 
 
+def spoil_added_tokens(source: Path) -> None:
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"x": {}}}')
+
+
 def change_config(**changes: object):
     def spoil(source: Path) -> None:
         config = json.loads((source / "config.json").read_text())
@@ -179,6 +184,7 @@ def change_config(**changes: object):
             lambda s: (s / "model.safetensors.index.json").write_text('{"weight_map": []}'),
             r"index\.json: weight_map must map",
         ),
+        (spoil_added_tokens, r"the tokenizer cannot be loaded: .*'x'"),
         (
             remove_a_tensor,
             r"weights do not fit config\.json: Missing 1 parameters.*model\.norm\.weight",

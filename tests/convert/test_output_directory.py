@@ -60,6 +60,21 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path, source: Path, error: ty
     assert names(tmp_path) == {"source"}
 
 
+def test_two_conversions_do_not_write_into_each_other_s_directory(tmp_path: Path, source: Path):
+    with new_directory(tmp_path / "out", replace=False) as partial:
+        (partial / "file").write_text("first")
+        with (
+            pytest.raises(FileError, match="out: another process is writing it"),
+            new_directory(tmp_path / "out", replace=True),
+        ):
+            pass
+    assert (tmp_path / "out" / "file").read_text() == "first"
+    with new_directory(tmp_path / "out", replace=True) as partial:  # the lock is gone
+        (partial / "file").write_text("second")
+    assert (tmp_path / "out" / "file").read_text() == "second"
+    assert names(tmp_path) == {"out", "source"}
+
+
 @pytest.mark.slow
 def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, source: Path):
     code = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -13,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlxspec.errors import LoadError
 from mlxspec.models.heads import Head, loading
 from mlxspec.models.heads.loading import find_head, head_directory, own_head
+from mlxspec.models.heads.settings import target_config
 from mlxspec.models.model import load
 from tests.support.head_files import (
     EAGLE_3,
@@ -183,6 +186,14 @@ def test_a_head_for_another_family_is_refused(tmp_path: Path, name: str) -> None
     message = refused(lambda: load_head(directory, TARGET))
     assert message.startswith(f"{directory}: {name} is a head for targets of another architecture")
     assert "qwen3; name a head" in message
+
+
+def test_a_head_for_a_model_whose_text_settings_are_an_object(tmp_path: Path) -> None:
+    """As Llama 4's; and the models of PLaMo and Youtu have a ``config`` in place of ``args``."""
+    text = SimpleNamespace(**TARGET)
+    model: Any = SimpleNamespace(config=SimpleNamespace(model_type="llama4", text_config=text))
+    head = load_head(write_head(tmp_path / "head", "EAGLE-3"), target_config(model))
+    assert_has(head, random_weights("EAGLE-3"))
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
         ({"top_k": 1.5}, "top_k"),
         ({"min_p": []}, "min_p"),
         ({"repetition_penalty": -1}, "repetition_penalty"),
-        ({"seed": -2}, "seed"),
+        ({"seed": -(2**63) - 1}, "seed"),
         ({"seed": 2**64}, "seed"),
         ({"seed": True}, "seed"),
         ({"stop": 5}, "stop"),
@@ -337,6 +337,7 @@ def test_choices_have_seeds_of_their_own_and_the_first_has_the_clients() -> None
             "messages[0].images",
         ),
         ({"continue_final_message": "no"}, "continue_final_message"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": 5, "function": {}}]}]},
             "messages[0].tool_calls[0].function.name",
@@ -440,6 +441,7 @@ def test_messages_come_in_the_form_of_chat_templates() -> None:
 def test_a_trailing_message_of_the_assistant_is_gone_on_with() -> None:
     prefill = [*HELLO, {"role": "assistant", "content": "Well,"}]
     assert chat(messages=prefill).continued
+    assert chat(messages=prefill, add_generation_prompt=False).continued  # as vLLM needs it
     assert not chat(messages=prefill, continue_final_message=False).continued
     assert not chat().continued
     empty = chat(messages=[*HELLO, {"role": "assistant", "content": ""}])

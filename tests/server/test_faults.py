@@ -11,10 +11,10 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -29,6 +29,7 @@ from mlxspec.server import app
 from mlxspec.server.body import MOST_BYTES, ApiError
 from mlxspec.server.memory_budget import in_words
 from mlxspec.server.openai import CompletionAnswer
+from mlxspec.server.sending import _server_sent_events
 from mlxspec.server.worker import ServedRequest
 from tests.support.brake import Brake, braked, wait_until
 from tests.support.demo import given_costs, stand_in_decoder
@@ -710,6 +711,34 @@ def test_silent_phases_have_keep_alives() -> None:
             client.leave()
 
 
+def test_a_stream_with_nothing_to_send_yet_has_keep_alives_while_tokens_arrive() -> None:
+    class Stream:
+        async def events(self, patience: float) -> AsyncIterator[list[str]]:
+            for token in ("a", "call", "goes", "on", "b"):
+                yield [token]
+
+        def stop(self, finished: object) -> None: ...
+
+    class Answer:
+        end, finished = "end", None
+
+        def begin(self) -> list[dict[str, str]]:
+            return []
+
+        keep_alive = begin
+
+        def feed(self, events: list[str]) -> list[dict[str, str]]:
+            return [{"text": text} for text in events if len(text) == 1]
+
+    async def sent(keep_alive: float) -> list[str]:
+        stream: Any = _server_sent_events(cast(Any, Stream()), cast(Any, Answer()), keep_alive)
+        return [text async for text in stream]
+
+    first, last = (f'data: {{"text": "{text}"}}\n\n' for text in "ab")
+    assert asyncio.run(sent(0.0)) == ["", first, *3 * [": still working\n\n"], last, "end"]
+    assert asyncio.run(sent(60.0)) == ["", first, last, "end"]
+
+
 # --- faults of the server's own ---
 
 
@@ -914,6 +943,8 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:
             with pytest.raises(openai.RateLimitError) as refused:
                 server.client().completions.create(model="small", **body)  # type: ignore[call-overload]
             assert refused.value.code == "queue_full"
+            with pytest.raises(openai.BadRequestError, match="at most 2 may wait"):
+                server.client().completions.create(model="small", n=3, **body)  # type: ignore[call-overload]
             assert int(refused.value.response.headers["Retry-After"]) > 0
         for answer in accepted:
             assert answer.result().json()["choices"][0]["text"] == alone("Once upon", 4)

@@ -277,6 +277,24 @@ def test_arguments_of_strict_tools_are_valid(thinker: Running, choice: Any) -> N
         jsonschema.validate(json.loads(call.function.arguments), strict)
 
 
+@pytest.mark.parametrize("form", [{}, {"response_format": FORMAT}])
+def test_a_call_may_end_the_reasoning(thinker: Running, form: dict[str, Any]) -> None:
+    answer = chat(
+        thinker.client(),
+        tools=[FIND],
+        parallel_tool_calls=False,
+        temperature=1.0,
+        seed=1,
+        max_tokens=300,
+        logit_bias={str(token("<tool_call>")): 100, str(token("</think>")): -100},
+        extra_body={"chat_template_kwargs": {"force_thinking": True}},
+        **form,
+    ).choices[0]
+    assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+    (call,) = answer.message.tool_calls
+    jsonschema.validate(json.loads(call.function.arguments), FIND["function"]["parameters"])
+
+
 LOOSE: dict[str, Any] = copy.deepcopy(FIND)
 del LOOSE["function"]["strict"]
 PARAMETERS = LOOSE["function"]["parameters"]

@@ -31,7 +31,7 @@ from ..torch_file import read_torch_file
 from . import Head, named_kind, sizes_needed
 from .blocks import DFlash, DSpark
 from .chains import Eagle3, Gemma4Assistant, QwenMTP
-from .settings import Config, check_settings, settings_of, text_of
+from .settings import Config, check_settings, settings_of, target_config, text_of
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -174,6 +174,8 @@ def head_directory(path_or_repo: str | Path, revision: str | None = None) -> Pat
     try:
         return find_directory(path_or_repo, revision, weights=(*wanted, *BESIDE))
     except LoadError:
+        if not wanted:  # of a model without a head, which find_head refuses by name
+            return directory
         if named_kind(read_config(directory)) is None:
             raise
     return find_directory(path_or_repo, revision, weights=(_TORCH_FILES,))
@@ -222,13 +224,13 @@ def head_for(
     if isinstance(head, Head):
         return head
     if isinstance(head, str | Path):
-        return load_head(find_head(head_directory(head)), vars(model.args))
+        return load_head(find_head(head_directory(head)), target_config(model))
     if head is False or directory is None:
         return None
     try:
         if (files := own_head(directory)) is None:
             return None
-        loaded = load_head(files, vars(model.args))
+        loaded = load_head(files, target_config(model))
     except LoadError as error:
         _log.warning(LEFT_OUT, error)
         return None

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import mlx.nn as nn
+
 from ...errors import LoadError, printable
 
 Config = dict[str, Any]
@@ -22,7 +24,13 @@ _INNER = ("eagle_config", "dflash_config")  # vLLM and mlx-vlm let these overrid
 
 def text_of(config: Config) -> Config:
     """The settings of the language model in a configuration, which may be multimodal."""
-    return config.get("text_config") or config
+    text = config.get("text_config") or config
+    return text if isinstance(text, dict) else vars(text)
+
+
+def target_config(model: nn.Module) -> Config:
+    """A model's settings, as in ``config.json``; a few models have a ``config`` and no ``args``."""
+    return vars(getattr(model, "args", None) or model.config)
 
 
 def settings_of(config: Config) -> Config:
