@@ -82,7 +82,10 @@ def tree_mask(
 
 
 class TreeSteps:
-    """A base of caches that make the mask of a tree step; their entries are ordered by position."""
+    """A base of caches that verify trees, and can be trimmed at any time.
+
+    They make the mask of a tree step. Their entries are ordered by position.
+    """
 
     offset: int
     rows: TreeRows | None = None
@@ -396,10 +399,6 @@ class TreeQuantizedKVCache(TreeSteps, QuantizedKVCache):
     """mlx-lm's quantised cache with the mask of a tree step."""
 
 
-TREE_CACHES = (TreeKVCache, TreeQuantizedKVCache, WindowKVCache, SlotKVCache)
-"""Caches that verify trees and can be trimmed at any time."""
-
-
 def for_steps(cache: Any) -> Any:
     """Convert a cache to a kind that can be trimmed after a step, if there is such a kind.
 
@@ -544,7 +543,7 @@ def cut(caches: Iterable[Any], length: int) -> None:
         ValueError: a window has dropped positions that the next row would see.
     """
     for cache in caches:
-        if isinstance(cache, TREE_CACHES):
+        if isinstance(cache, TreeSteps):
             cache.rows = None  # an interrupted tree step may have left them
         cache.trim(max(0, cache.offset - length))
 

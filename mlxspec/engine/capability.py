@@ -29,7 +29,7 @@ from mlx_lm.models.cache import (
 
 from ..drafting.tree import DraftTree
 from ..errors import OptionError
-from .caches import TREE_CACHES, TreeRows, for_steps, is_trimmable, parts
+from .caches import TreeRows, TreeSteps, for_steps, is_trimmable, parts
 from .joint import Joint, JointMode
 from .model_sizes import context_length, crossings, named_positions, sparse_crossing
 from .params import CacheOptions
@@ -64,7 +64,7 @@ def examine(loaded: LoadedModel, capability: Capability) -> tuple[Capability, st
         names = _names(cache for cache in caches if not is_trimmable(cache))
         reason = f"{names} cannot be trimmed, so states are computed again after a rejection"
     elif cache_capability(caches) is Capability.CHAIN:
-        names = _names(cache for cache in caches if not isinstance(cache, TREE_CACHES))
+        names = _names(cache for cache in caches if not isinstance(cache, TreeSteps))
         reason = f"{names} can be trimmed, but takes no tree mask"
     elif (position := _first_failing(loaded, tree_agrees)) is not None:
         reason = f"branching steps differ from separate branches at position {position}"
@@ -89,7 +89,7 @@ def cache_capability(caches: Iterable[Any]) -> Capability:
     all_parts = parts(map(for_steps, caches))
     if not all(map(is_trimmable, all_parts)):
         return Capability.REPLAY
-    trees = all(isinstance(cache, TREE_CACHES) for cache in all_parts)
+    trees = all(isinstance(cache, TreeSteps) for cache in all_parts)
     return Capability.TREE if trees else Capability.CHAIN
 
 
@@ -391,7 +391,7 @@ def examine_joint(loaded: LoadedModel, capability: Capability) -> tuple[JointMod
     if capability is Capability.PLAIN:
         return JointMode.ALONE, _ROWS_DIFFER
     caches = parts(map(for_steps, make_prompt_cache(loaded.model)))
-    joins = (*TREE_CACHES, ArraysCache)
+    joins = (TreeSteps, ArraysCache)
     if others := [cache for cache in caches if not isinstance(cache, joins)]:
         return JointMode.ALONE, f"{_names(others)} accepts only one sequence"
     position = _first_failing(loaded, joint_agrees, JointMode.SPLIT.value)

@@ -18,7 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..generation.request import undecided
 from ..models.reasoning import has_tokens, reasoning_markers
 from .text_reader import Reading, TextReader, Unexpected, Unfinished, any_of
-from .tool_calls import CALL_FORMATS, HARMONY_HEADER, CallFormat, Tools, of_mlx_lm
+from .tool_calls import CALL_FORMATS, HARMONY_HEADER, CallFormat, Tools
 from .worker import Piece
 
 
@@ -95,11 +95,8 @@ def _transitions(format: OutputFormat, calls: CallFormat) -> dict[str, dict[str,
 
 
 def _call_format(format: OutputFormat) -> CallFormat:
-    tokenizer = format.tokenizer
-    if known := CALL_FORMATS.get(parser_name(tokenizer)):
-        return known
-    markers = (tokenizer.tool_call_start,) if tokenizer.has_tool_calling else ()
-    return CallFormat(markers, of_mlx_lm(tokenizer, format.tools))
+    # A model that calls no tools has no markers either.
+    return CALL_FORMATS.get(parser_name(format.tokenizer), CALL_FORMATS["harmony"])
 
 
 @dataclass

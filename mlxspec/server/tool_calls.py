@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
 from ..jsonl import without_lone_surrogates
 from .text_reader import Reading, TextReader, Unexpected, Unfinished
 
@@ -796,27 +794,6 @@ def _python_string(read: TextReader, quote: str, *followers: str) -> Reading[Non
 # --- the table ---
 
 
-def of_mlx_lm(
-    tokenizer: TokenizerWrapper, tools: Sequence[dict[str, Any]]
-) -> Callable[[TextReader, Tools, Calls, str], Reading[None]]:
-    """A reader for a format that only mlx-lm knows."""
-
-    def read_calls(read: TextReader, names: Tools, calls: Calls, marker: str) -> Reading[None]:
-        text, _ = yield from read.find(tokenizer.tool_call_end)
-        try:
-            result = tokenizer.tool_parser(text, list(tools))
-            parsed = [
-                (names.checked(call["name"]), written(call["arguments"]), str(call.get("id") or ""))
-                for call in (result if isinstance(result, list) else [result])
-            ]
-        except Exception as error:  # the parsers raise exceptions of any type
-            raise Unexpected from error
-        for call in parsed:
-            calls.add(*call)
-
-    return read_calls
-
-
 _QWEN = _Tags(
     "<function=", "<parameter=", "</function>", "</parameter>", "</tool_call>", lines=True
 )
@@ -832,7 +809,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     "mistral": CallFormat(("[TOOL_CALLS]",), _mistral),
     "qwen3_coder": CallFormat(("<tool_call>", "<function="), _QWEN.read),
     "glm47": CallFormat(("<tool_call>",), _pairs("")),
-    "laguna": CallFormat(("<tool_call>",), _pairs("")),
     "longcat": CallFormat(("<longcat_tool_call>",), _pairs("longcat_")),
     "minimax_m2": CallFormat(("<minimax:tool_call>",), _MINIMAX.read),
     "minicpm5": CallFormat(("<function name=",), _MINICPM.read),

@@ -7,12 +7,15 @@ their expected events.
 from __future__ import annotations
 
 import json
+import pkgutil
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from mlx_lm import tool_parsers
 
 from mlxspec.server.output_parser import OutputFormat, OutputParser
 from mlxspec.server.tool_calls import CALL_FORMATS, typed, types_of
@@ -265,7 +268,7 @@ def harmony(*calls: tuple[str, Arguments]) -> str:
 Writer = Callable[..., str]
 WRITERS: Sequence[tuple[str, Writer]] = [
     *(("json_tools", hermes), ("mistral", mistral), ("mistral", mistral_ids)),
-    *(("mistral", mistral_list), ("qwen3_coder", qwen), ("glm47", glm), ("laguna", glm)),
+    *(("mistral", mistral_list), ("qwen3_coder", qwen), ("glm47", glm)),
     *(("longcat", longcat), ("minimax_m2", minimax), ("minicpm5", minicpm)),
     *(("gemma4", gemma), ("function_gemma", function_gemma), ("pythonic", pythonic)),
     *(("kimi_k2", kimi_k2), ("kimi_k3", kimi_k3), ("harmony", harmony), ("muse_spark", muse)),
@@ -277,6 +280,13 @@ BY_WRITER = pytest.mark.parametrize(
 
 def test_every_format_has_a_writer() -> None:
     assert {parser for parser, _ in WRITERS} == {*CALL_FORMATS}
+
+
+def test_every_parser_of_mlx_lm_has_a_format() -> None:
+    names = [module.name for module in pkgutil.iter_modules(tool_parsers.__path__)]
+    modules = [import_module(f"{tool_parsers.__name__}.{name}") for name in names]
+    homes = {module.parse_tool_call.__module__.rpartition(".")[2] for module in modules}
+    assert homes | {"harmony"} == {*CALL_FORMATS}
 
 
 # --- written calls are read back ---
