@@ -75,7 +75,7 @@ class Policy:
     Attributes:
         probe_step: the number of steps counted towards the next probe, also in earlier generations.
         rate: the running average of the tokens per plain step's time.
-        gain: the running average of the chosen drafts' gains; a step without a draft counts as 0.
+        gain: the running average of the chosen drafts' gains, 0 if none is chosen.
         bank: the guard's balance, in plain steps.
         budget: the time that planning may still take, in plain steps.
         ahead: whether the next step's forward has already been dispatched.
