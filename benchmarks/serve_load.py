@@ -56,8 +56,8 @@ _KINDS = {
 _TURNS = "cold", "after others"
 _OURS, _THEIRS = "mlxspec serve", "mlx_lm.server"
 _CODE = {
-    _OURS: "import functools, mlxspec; from mlxspec.corpus import answer_index as index; "
-    f"index.AnswerIndex = functools.partial(index.AnswerIndex, 0); {MLXSPEC}",
+    _OURS: "import mlxspec; from mlxspec.corpus import answer_index as index; "
+    f"index.AnswerIndex = lambda *_, of=index.AnswerIndex, **__: of(0); {MLXSPEC}",
     _THEIRS: "import mlxspec; from mlx_lm.server import main; main()",  # mlxspec loads OpenBLAS
 }
 

@@ -53,7 +53,7 @@ from mlxspec.engine.heads import TrainedHead
 from mlxspec.engine.hidden import HiddenStates
 from mlxspec.engine.prompt_cache import digest_of_weights
 from mlxspec.models.heads.chains import Eagle3
-from mlxspec.models.heads.settings import rope_of, target_config, text_of
+from mlxspec.models.heads.settings import target_config, text_of
 from mlxspec.models.model_files import find_directory
 
 _LENGTH = 256  # tokens of an example
@@ -638,7 +638,7 @@ def settings(target: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": own,
         "head_dim": target.get("head_dim") or width // heads,
         "rms_norm_eps": target["rms_norm_eps"],
-        "rope_theta": rope_of(target).get("rope_theta") or target["rope_theta"],
+        "rope_theta": (target.get("rope_parameters") or target)["rope_theta"],
         "max_position_embeddings": target.get("max_position_embeddings", 8192),
         "vocab_size": target["vocab_size"],
         "draft_vocab_size": min(_VOCABULARY, target["vocab_size"] // 4),

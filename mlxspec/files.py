@@ -132,8 +132,11 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
     partial, old = _beside(path, "partial"), _beside(path, "replaced")
     with ExitStack() as stack, _one_line(path, "name another directory"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir(exist_ok=True)
         try:
+            if partial.exists():
+                with _locked(partial, wait=False):  # fails while its writer lives
+                    shutil.rmtree(partial)
+            partial.mkdir()
             stack.enter_context(_locked(partial, wait=False))
         except BlockingIOError as error:
             raise FileError(
@@ -143,18 +146,14 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
             old.rename(path)  # the process was killed between the two renames below
         shutil.rmtree(old, ignore_errors=True)
         try:
-            for leftover in partial.iterdir():
-                if leftover.is_dir() and not leftover.is_symlink():
-                    shutil.rmtree(leftover)
-                else:
-                    leftover.unlink()
             yield partial
             if replace and path.exists():
                 path.rename(old)
             partial.rename(path)
-            shutil.rmtree(old, ignore_errors=True)
-        finally:
+        except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _beside(path: Path, kind: str) -> Path:

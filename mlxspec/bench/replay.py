@@ -104,7 +104,8 @@ def replay_jointly(
         for completion in itertools.islice(waiting, limit - len(active)):
             drafter = new_drafter(completion.output)
             if isinstance(drafter, Planner):
-                drafter.stop_tokens = {completion.output[-1]}
+                *others, last = completion.output
+                drafter.stop_tokens = {last} - {*others}  # none if the output was cut
             drafter.begin(completion.prompt)
             last = completion.context[completion.begin - 1]
             active.append(_Output(completion.output, drafter, last))

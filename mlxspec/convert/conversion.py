@@ -2,9 +2,9 @@
 
 import contextlib
 import io
+import itertools
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
@@ -98,8 +98,7 @@ def convert(
             source = local_path(torch_path or "")
             if not os.path.isdir(source):  # also if its name is too long
                 raise LoadError(no_such_model(os.fspath(torch_path or "")))
-            with _writing(target, "make room there"):
-                model, config = load_original(source, Path(d))
+            model, config = load_original(source, Path(d))
         elif head:
             model, config, about = _load_head(heads.head_directory(hf_path, revision))
         else:
@@ -117,21 +116,14 @@ def convert(
             )
         if not head:
             _copy_tokenizer(source, directory)
-        with _writing(target, f"it needs {needed}"):
+        try:
             save_model(directory, model, donate_model=True)
+        except RuntimeError as error:  # MLX's
+            reason = one_line(error)
+            raise FileError(f"{target}: cannot be written ({reason}); it needs {needed}") from error
         _check_finite(directory, hf_path or torch_path or "")
         save_config(config, directory / "config.json", keep_vision_config=has_vision)
     return nbytes, parameters, about
-
-
-@contextlib.contextmanager
-def _writing(target: Path, remedy: str) -> Iterator[None]:
-    """Raise FileError if MLX cannot write weights, as on a full disk."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = one_line(error)
-        raise FileError(f"{target}: cannot be written ({reason}); {remedy}") from error
 
 
 def _load_head(directory: Path) -> tuple[Head, dict[str, Any], str]:
@@ -175,20 +167,20 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
         LoadError: there is no tokenizer, a file is damaged, or its SentencePiece model is of an
             unsupported kind.
     """
-    from ..models.tokenizer import HUGGING_FACE_FILES, errors_named, write_tokenizer
+    from ..models.tokenizer import HUGGING_FACE_FILES, write_tokenizer
 
+    for path in itertools.chain.from_iterable(map(source.glob, _COPIED)):
+        if not os.access(path, os.R_OK):
+            raise LoadError(f"{path}: cannot be read; allow it")
     with without_byte_order_marks(source) as plain:
         for pattern in _COPIED:
             for path in plain.glob(pattern):
                 if path.is_file() and path.suffix != ".py":
                     if path.suffix == ".json":
                         read_json_object(source / path.name)  # raises if it is damaged
-                    if not os.access(path, os.R_OK):
-                        raise LoadError(f"{source / path.name}: cannot be read; allow it")
                     shutil.copyfile(path, target / path.name)
     if not any((source / name).is_file() for name in HUGGING_FACE_FILES):
-        with errors_named(source):
-            write_tokenizer(source, target)
+        write_tokenizer(source, target)
 
 
 def _check_finite(directory: Path, source: str | Path) -> None:

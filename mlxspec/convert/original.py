@@ -13,6 +13,7 @@ from ..errors import LoadError, printable
 from ..models.model import load_lazily
 from ..models.model_files import check_weights_file, read_json_object
 from ..models.torch_file import read_torch_file
+from ..terminal import one_line
 
 # Checkpoints for model parallelism have shards. These split the first matrices of attention and
 # MLP, and the output layer, by rows (outputs), and the last matrices by columns (inputs). Every
@@ -95,7 +96,11 @@ def _write_weights(
         array = _join(original, [piece for _, piece in pieces], params["dim"])
         if original.endswith(("attention.wq.weight", "attention.wk.weight")):
             array = half_split_rows(array, _head_dim(params))
-        mx.save_safetensors(str(_file(scratch, name)), {name: array})
+        mx.eval(array)
+        try:
+            mx.save_safetensors(str(_file(scratch, name)), {name: array})
+        except RuntimeError as error:  # MLX's, as on a full disk
+            raise OSError(one_line(error)) from error
         shapes[name] = array.shape
         del pieces, array  # frees their memory before the next ones are read
     return shapes

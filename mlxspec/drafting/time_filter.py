@@ -413,12 +413,13 @@ def _with_rows_of(
     Their times are those after the longer context, reduced as the other times are.
     """
     rows = sorted(longer)
-    seconds = np.interp([*sorted(shortest)], rows, [longer[r].seconds for r in rows])
-    ratios = [shortest[r].seconds / s for r, s in zip(sorted(shortest), seconds, strict=True)]
+    known = [r for r in sorted(shortest) if r <= rows[-1]]
+    seconds = np.interp(known, rows, [longer[r].seconds for r in rows])
+    ratios = [shortest[r].seconds / s for r, s in zip(known, seconds, strict=True)]
     added = {
         r: replace(
             time,
-            seconds=time.seconds * float(np.interp(r, sorted(shortest), ratios)),
+            seconds=time.seconds * float(np.interp(r, known, ratios)),
             uncertainty=math.hypot(time.uncertainty, math.sqrt(_UNSEEN_VARIANCE)),
         )
         for r, time in longer.items()

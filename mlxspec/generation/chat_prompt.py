@@ -121,7 +121,7 @@ def in_answer(
     """The phases of a chat's answer.
 
     Reasoning is unconstrained, whether the template or the model begins it. A tool call may replace
-    the constrained text.
+    the constrained text; if calls are constrained, it may also end the reasoning.
 
     Args:
         constraint: what the answer's text must match; None allows any text.
@@ -147,7 +147,9 @@ def in_answer(
     first = calling = {} if call_start is None else {call_start: call}
     if opens is not None and closes is not None:
         first = {**calling, opens: reasoning}
-    ending = calling if closes is None else {**calling, closes: after}  # of the reasoning
+    ending = {} if closes is None else {closes: after}  # of the reasoning
+    if calls is not None:
+        ending |= calling
     lead = " " if trims_space else ""
     phases = [
         Phase(constraint and replace(constraint, lead=lead), first),

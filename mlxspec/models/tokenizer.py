@@ -33,7 +33,7 @@ from mlx_lm.tokenizer_utils import (
     _is_spm_decoder_no_space,
 )
 from mlx_lm.utils import load_tokenizer as load_hugging_face_tokenizer
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -198,7 +198,19 @@ def write_tokenizer(source: Path, target: Path) -> None:
             f"{source}: no tokenizer.json or SentencePiece tokenizer.model, and Tekken's and "
             "tiktoken's files are not supported; use a version of the model with a tokenizer.json"
         )
-    tokenizer, settings = build_tokenizer(paths[0])
+    with errors_named(source):
+        tokenizer, settings = _with_added_tokens(source, paths[0])
+    tokenizer.save(str(target / "tokenizer.json"))
+    text = json.dumps(settings, indent=2, ensure_ascii=False)
+    (target / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+    template = source / "chat_template.jinja"
+    if template.is_file():
+        shutil.copyfile(template, target / template.name)
+
+
+def _with_added_tokens(source: Path, path: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer of a SentencePiece model in ``source``, and its settings."""
+    tokenizer, settings = build_tokenizer(path)
     own_settings = source / "tokenizer_config.json"
     given = read_json_object(own_settings) if own_settings.is_file() else {}
     settings |= {key: given[key] for key in _KEPT_SETTINGS & given.keys()} | _older_template(source)
@@ -212,12 +224,7 @@ def write_tokenizer(source: Path, target: Path) -> None:
                 f"{own_settings}: the id {index} of an added token does not follow the other ids; "
                 "use a version of the model with a tokenizer.json"
             )
-    tokenizer.save(str(target / "tokenizer.json"))
-    text = json.dumps(settings, indent=2, ensure_ascii=False)
-    (target / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
-    template = source / "chat_template.jinja"
-    if template.is_file():
-        shutil.copyfile(template, target / template.name)
+    return tokenizer, settings
 
 
 class VocabularyClasses(dict[int, int]):

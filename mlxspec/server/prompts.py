@@ -26,6 +26,7 @@ from .output_parser import (
     is_harmony,
     parser_name,
 )
+from .tool_calls import CALL_FORMATS
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def why_no_tools(tokenizer: TokenizerWrapper) -> str | None:
     """Why tools cannot be offered to a model; None if they can."""
     if not tokenizer.has_chat_template:
         return "it has no chat template"
-    if tokenizer.has_tool_calling or is_harmony(tokenizer):
+    if parser_name(tokenizer) in CALL_FORMATS:
         return None
     if "tools" not in str(tokenizer.chat_template):
         return "its chat template has no place for them"

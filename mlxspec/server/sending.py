@@ -116,12 +116,12 @@ async def _server_sent_events(
     yield framed(*answer.begin())
     sent = time.monotonic()
     try:
-        async with aclosing(stream.events(keep_alive)) as happening:
+        async with aclosing(stream.events(keep_alive / 4)) as happening:
             async for events in happening:
                 text = framed(*answer.feed(events)) if events else ""
                 stream.stop(answer.finished)
                 # While a call is generated, tokens arrive, but there may be nothing to send yet.
-                if not text and (not events or time.monotonic() - sent >= keep_alive):
+                if not text and time.monotonic() - sent >= keep_alive:
                     text = _keep_alive(answer)
                 if text:
                     yield text

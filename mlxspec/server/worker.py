@@ -411,8 +411,8 @@ class Worker(SchedulerThread):
         if count > (most := self.queued + self.active):
             self.metrics.add_end("refused")
             raise ApiError(
-                f"{count} answers are asked for, but at most {most} may wait: ask for fewer",
-                param="n",
+                f"{count} answers were requested, but the server takes at most {most} at once: "
+                "request fewer"
             )
         states = [request.state for request in self.requests.copy() if request.served is served]
         waiting = states.count(State.WAITING)

@@ -105,6 +105,9 @@ def test_the_type_that_the_configuration_names_is_taken(
     assert {a.dtype for a in tensors(source.parent / "out").values()} == {mx.bfloat16}
     config = json.loads((source.parent / "out" / "config.json").read_text())
     assert config.get("text_config", config)[name] == "bfloat16"
+    convert(hf_path=source, mlx_path=source.parent / "half", dtype="float16")
+    config = json.loads((source.parent / "half" / "config.json").read_text())
+    assert config.get("text_config", config)[name] == "float16"
 
 
 def raw_file(path: Path, dtype: str) -> None:

@@ -75,6 +75,17 @@ def test_two_conversions_do_not_write_into_each_other_s_directory(tmp_path: Path
     assert names(tmp_path) == {"out", "source"}
 
 
+def test_a_link_in_the_place_of_the_new_directory_is_not_followed(tmp_path: Path, source: Path):
+    (source / "file").write_text("kept")
+    (tmp_path / ".out.partial").symlink_to(source)
+    with (
+        pytest.raises(FileError, match="out: cannot be written"),
+        new_directory(tmp_path / "out", replace=False),
+    ):
+        pass
+    assert (source / "file").read_text() == "kept"
+
+
 @pytest.mark.slow
 def test_what_a_killed_conversion_left_is_removed_by_the_next(tmp_path: Path, source: Path):
     code = (

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -186,7 +187,7 @@ def test_a_stair_that_was_not_measured_hardly_changes_what_was():
 
 
 def test_rows_that_were_measured_after_a_long_context_only_are_known_after_all():
-    short = {1: 0.02, 5: 0.026, 11: 0.032}
+    short = {1: 0.02, 5: 0.026, 11: 0.032, 24: 0.05}
     long = {1: 0.024, 4: 0.038, 8: 0.056, 16: 0.070}
     known = {64: short, 8000: long}
     live = TimeFilter({c: [StepTime(r, s, 0.05) for r, s in known[c].items()] for c in known})
@@ -194,7 +195,8 @@ def test_rows_that_were_measured_after_a_long_context_only_are_known_after_all()
         for rows, seconds in times.items():
             assert live.curve(context)(rows) == pytest.approx(seconds / times[1])
     curve = live.curve(64)
-    assert curve(1) < curve(4) < curve(5) < curve(8) < curve(11) < curve(16) < 70 / 24
+    assert curve(1) < curve(4) < curve(5) < curve(8) < curve(11) < curve(16) < curve(24)
+    assert curve(16) == pytest.approx(curve(11) * 70 / np.interp(11, [8, 16], [56, 70]))
 
 
 def test_costs_never_fall_with_the_rows():

@@ -943,7 +943,7 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:
             with pytest.raises(openai.RateLimitError) as refused:
                 server.client().completions.create(model="small", **body)  # type: ignore[call-overload]
             assert refused.value.code == "queue_full"
-            with pytest.raises(openai.BadRequestError, match="at most 2 may wait"):
+            with pytest.raises(openai.BadRequestError, match="takes at most 2 at once"):
                 server.client().completions.create(model="small", n=3, **body)  # type: ignore[call-overload]
             assert int(refused.value.response.headers["Retry-After"]) > 0
         for answer in accepted:

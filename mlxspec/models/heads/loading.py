@@ -173,8 +173,8 @@ def head_directory(path_or_repo: str | Path, revision: str | None = None) -> Pat
         wanted = {file for name, file in names.items() if _OWN.match(name)}
     try:
         return find_directory(path_or_repo, revision, weights=(*wanted, *BESIDE))
-    except LoadError:
-        if not wanted:  # of a model without a head, which find_head refuses by name
+    except LoadError as error:
+        if not wanted and error.__cause__ is None:  # no such files: find_head then says so
             return directory
         if named_kind(read_config(directory)) is None:
             raise

@@ -24,8 +24,8 @@ _INNER = ("eagle_config", "dflash_config")  # vLLM and mlx-vlm let these overrid
 
 def text_of(config: Config) -> Config:
     """The settings of the language model in a configuration, which may be multimodal."""
-    text: Any = config.get("text_config") or config
-    return dict(text if isinstance(text, dict) else vars(text))
+    text: Config = config.get("text_config") or config
+    return text if isinstance(text, dict) else text.__dict__  # of mlx-lm's settings object
 
 
 def target_config(model: nn.Module) -> Config:
