@@ -243,5 +243,7 @@ def main(target: Path) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 2 or sys.argv[-1].startswith("-"):
+        sys.exit("usage: python benchmarks/smollm2.py [DIRECTORY]")
     with reported():
         main(Path(*sys.argv[1:] or ["mlx_model"]))

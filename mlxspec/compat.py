@@ -207,17 +207,21 @@ class _WeaklyLoadedModel(LoadedModel):
 MemoryOf = Callable[[TokenizerWrapper], AnswerIndex | None]
 """Returns the memory that a tokenizer's decoders share; None if each has its own."""
 
-_memory_of: list[MemoryOf] = [lambda tokenizer: None]
+_remembered: list[tuple[MemoryOf, bool]] = [(lambda tokenizer: None, True)]
 
 
 @contextmanager
-def remembering(memory_of: MemoryOf) -> Iterator[None]:
-    """In the ``with`` block, give decoders that :func:`decoder_of` makes the caller's memory."""
-    _memory_of.append(memory_of)
+def remembering(memory_of: MemoryOf, keeps: bool) -> Iterator[None]:
+    """In the ``with`` block, give decoders that :func:`decoder_of` makes the caller's memory.
+
+    Args:
+        keeps: whether what they learn about drafts is kept.
+    """
+    _remembered.append((memory_of, keeps))
     try:
         yield
     finally:
-        _memory_of.remove(memory_of)
+        _remembered.remove((memory_of, keeps))
 
 
 def decoder_of(
@@ -235,9 +239,9 @@ def decoder_of(
         if decoder is None or made_for is not tokenizer or of_size != size:
             known = isinstance(tokenizer, TokenizerWrapper)
             wrapped = tokenizer if known else TokenizerWrapper(tokenizer)
-            decoder = _KeptDecoder(
-                _WeaklyLoadedModel(model), wrapped, memory=_memory_of[-1](wrapped)
-            )
+            memory_of, keeps = _remembered[-1]
+            decoder = _KeptDecoder(_WeaklyLoadedModel(model), wrapped, memory=memory_of(wrapped))
+            decoder.keeps_experience &= keeps
             _kept[id(model)] = tokenizer, size, decoder
             weakref.finalize(model, _kept.pop, id(model), None)
     return decoder
@@ -284,7 +288,7 @@ def batch_generate(
         prompts: token ids, texts, or messages, as for :meth:`mlxspec.Decoder.stream`.
         prompt_caches: for each prompt, mlx-lm's caches of the text before it; they are not changed.
         max_tokens: the most tokens to generate: one number for all prompts, or one for each.
-        verbose: print progress, then figures.
+        verbose: print figures at the end, but no progress.
         return_prompt_caches: return caches that hold each prompt and its answer.
         return_token_ids: return the answers' tokens, without end tokens.
         return_logprobs: return the log-probability of each token of the answers.

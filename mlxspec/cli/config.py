@@ -103,6 +103,8 @@ def get_command(key: str) -> None:
 @_key
 def unset_command(key: str) -> None:
     """Remove KEY from the settings."""
+    if key == ALIAS:
+        raise OptionError(f"{ALIAS}: name one of them, {ALIAS_PREFIX}NAME")
     _write(key, None)
     say(f"{key} is not set.")
 

@@ -154,6 +154,7 @@ def answer(
     # Check what can be checked without a model before a model is loaded or downloaded.
     source, model = prompt.read(piped=leader is None), model_or_default(generation.model)
     check_one(system_prompt=prompt.system_prompt, prompt_cache_file=prompt_cache_file)
+    check_one(max_kv_size=generation.caches.max_kv_size, prompt_cache_file=prompt_cache_file)
     if leader and shows["compare"]:
         raise OptionError("--compare does not work under mlx.launch: leave it out")
     cached = None
@@ -188,7 +189,7 @@ def answer(
         else:
             write_json(result_report(result, model))
         generation.note_if_full(decoder.model, result.finish_reason, len(result.tokens))
-        if printer:
+        if printer and not shows["quiet"]:
             memories.suggest_once()
     if result.finish_reason == "interrupted":
         sys.exit(INTERRUPTED)

@@ -204,7 +204,7 @@ def add_command(paths: tuple[str, ...], model: str) -> None:
                 tokens = tokenizer.encode(text, add_special_tokens=False)
                 texts += encode_texts(tokens, identity.vocab_size)
     for number, thing, reason in (
-        (counts["skipped"], "file", "not UTF-8 text"),
+        (counts["skipped"], "file", "not readable as UTF-8 text"),
         (counts["bad_lines"], "chat log line", "not a chat record"),
     ):
         if number:

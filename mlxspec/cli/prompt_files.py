@@ -85,7 +85,7 @@ def answer_prompts(
         bar = ProgressBar("answers", MofNCompleteColumn(), TimeElapsedColumn(), console=shown)
         interrupted = answers.run(json_lines(opened), bar)
         console.print("", answers.panel(interrupted), sep="\n")
-        if not shows["as_json"]:
+        if not (shows["as_json"] or shows["quiet"]):
             kept.suggest_once()
     if interrupted:
         sys.exit(INTERRUPTED)

@@ -52,7 +52,11 @@ def run_command(
     sys.argv = [program, *arguments]
     from ..compat import augment, remembering
 
-    with Memories(not no_saved_answers) as memories, augment(), remembering(memories.of):
+    with (
+        Memories(not no_saved_answers) as memories,
+        augment(),
+        remembering(memories.of, memories.keeps),
+    ):
         try:
             if is_module:
                 runpy.run_module(program, run_name="__main__", alter_sys=True)

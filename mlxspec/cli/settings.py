@@ -131,7 +131,11 @@ def checked(name: str, value: object) -> Any:
         converted = kind.convert(str(value), None, None)  # as text, since int(2.9) is 2
         if isinstance(converted, float) and not math.isfinite(converted):
             raise click.BadParameter("choose a finite number")
+        if isinstance(converted, str):
+            converted.encode()
         return converted
+    except UnicodeEncodeError as error:
+        raise OptionError(f"{name} is {value!r}: it is not UTF-8 text") from error
     except click.BadParameter as error:
         raise OptionError(f"{name} is {value!r}: {str(error).rstrip('.')}") from error
 

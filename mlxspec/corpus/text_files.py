@@ -61,6 +61,8 @@ def _texts_in(path: Path, counts: Counter[str]) -> Iterator[str]:
     outputs = _outputs(path) if path.suffix.lower() == ".jsonl" else iter(())
     first = next(outputs, None)
     if first is None:  # not a chat log
+        for _ in _pieces(path):
+            pass  # so that a file is added whole or not at all, if a late byte is not UTF-8
         yield from _pieces(path)
         return
     yield from first

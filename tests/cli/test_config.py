@@ -96,6 +96,8 @@ def test_comments_stay_and_a_directory_is_found_from_everywhere(file: Path, tmp_
     [
         (("set", "modle", "x"), "unknown setting 'modle': give one of model, max-tokens,"),
         (("set", "alias", "x"), "unknown setting 'alias'"),
+        (("unset", "alias"), "alias: name one of them, alias.NAME"),
+        (("set", "system-prompt", "\udcff"), "it is not UTF-8 text"),
         (("set", "max_tokens", "1"), "unknown setting 'max_tokens': give one of model, max-tokens"),
         (("get", "max_tokens"), "max_tokens is not set"),
         (("set", "model", "nothing"), "nothing: no such directory"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from itertools import islice
@@ -127,25 +128,23 @@ def test_answers_are_those_of_the_whole_conversation(
     assert len(conversation.model.session.tokens) > 60
 
 
-def test_a_full_context_loses_its_oldest_turns(
+def test_what_a_full_context_leaves_out_stays_in_the_conversation(
     decoder: PromptLookupDecoder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     conversation = conversation_with(
         decoder, context_length=110, max_tokens=20, system_prompt="Be brief."
     )
-    dropped = 0
+    system, unseen = {"role": "system", "content": "Be brief."}, 0
     for turn in range(5):
-        before = len(conversation.messages)
         answer = ask(conversation, f"Say this two times: number {turn}.")
-        dropped += before + 2 - len(conversation.messages)
-        noted = "is full: the model no longer sees the first" in capsys.readouterr().err
-        assert noted == (before + 2 > len(conversation.messages))
-        kept = conversation.conversation[:-1]
-        assert [message["role"] for message in kept[:2]] == ["system", "user"]
-        if noted:
-            assert answer == answered_by_mlx_lm(decoder, kept, 20)
+        if found := re.search(r"no longer sees the first (\d) turn", capsys.readouterr().err):
+            assert int(found[1]) > unseen
+            unseen = int(found[1])
+        assert len(conversation.messages) == 2 * turn + 2
+        seen = [system, *conversation.messages[2 * unseen : -1]]
+        assert answer == answered_by_mlx_lm(decoder, seen, 20)
         assert len(conversation.model.session.tokens) < 110
-    assert dropped == 10 - len(conversation.messages) > 0
+    assert unseen
 
 
 def test_a_message_longer_than_the_context_is_refused_and_forgotten() -> None:
@@ -153,7 +152,12 @@ def test_a_message_longer_than_the_context_is_refused_and_forgotten() -> None:
     first = ask(conversation, QUESTIONS[0])
     with pytest.raises(PromptError, match="the model's context is 1024"):
         ask(conversation, "word " * 2000)
-    assert first == ask(conversation, QUESTIONS[0])
+    assert [message["content"] for message in conversation.messages[:2]] == [QUESTIONS[0], first]
+    ask(conversation, QUESTIONS[1])
+    messages = conversation.messages
+    assert [message["content"] for message in messages[:3]] == [QUESTIONS[0], first, QUESTIONS[1]]
+    prompt = messages[:3]
+    assert messages[3]["content"] == answered_by_mlx_lm(conversation.model.decoder, prompt)
 
 
 def test_what_was_said_before_an_interrupt_stays(decoder: PromptLookupDecoder) -> None:

@@ -82,6 +82,8 @@ def test_a_block_is_written_once_the_next_one_begins() -> None:
         ("Use <div> here.", "<div>"),
         ("<div>\nblock\n</div>\n", "<div>"),
         ("See [there](http://evil.example).", "http://evil.example"),
+        ("See [there][1].\n\nAnd.\n\n[1]: http://evil.example\n", "http://evil.example"),
+        ("![plan](http://evil.example/a.png)", "http://evil.example/a.png"),
         ("\x1b[2J and \u202e", "␛[2J"),
     ],
 )

@@ -430,7 +430,7 @@ def test_texts_are_added_beside_answers(texts: Path):
     assert answers() == [*ids, chat, fox, fox]
     assert result.stdout.startswith(f"Added {len(chat) + 2 * len(fox)} tokens of 3 files in ")
     assert result.stderr.splitlines() == [
-        "Note: 1 file skipped: not UTF-8 text",
+        "Note: 1 file skipped: not readable as UTF-8 text",
         "Note: 1 chat log line skipped: not a chat record",
         "Note: nothing is drafted from them until the memory is on: mlxspec memory on",
     ]

@@ -133,3 +133,12 @@ def test_the_traces_give_their_completions(shared: Path):
         record = json.loads(line)
         expected += [record["messages"][index]["content"] for index in record["completions"]]
     assert read(path)[0] == [text for text in expected if text]
+
+
+def test_a_file_with_a_late_byte_that_is_not_utf_8_is_skipped_as_a_whole(tmp_path: Path):
+    text = "a line\n" * 30_000
+    texts, _ = read(write(tmp_path / "long.txt", text))
+    assert len(texts) > 1
+    assert "".join(texts) == text
+    late = write(tmp_path / "late.txt", text.encode() + "é".encode("latin-1"))
+    assert read(late) == ([], Counter(skipped=1))

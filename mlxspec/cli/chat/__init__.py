@@ -17,6 +17,8 @@ from pathlib import Path
 from textwrap import indent, shorten
 from typing import TYPE_CHECKING, Any
 
+import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from ...distributed import leading
@@ -115,7 +117,9 @@ def chat_command(
             chat.say(f"Chatting with {one_line(model.name)}. /help lists commands and keys.")
         if saved:
             chat.restore(*saved)
-        chat.system_prompt = system_prompt or chat.system_prompt
+        given = click.get_current_context().get_parameter_source("system_prompt")
+        if system_prompt and not (saved and given is ParameterSource.DEFAULT_MAP):
+            chat.system_prompt = system_prompt
         chat.run(message_reader(not no_history, model.others, color))
 
 
@@ -141,6 +145,7 @@ class Chat:
 
     def __post_init__(self) -> None:
         self.messages: Messages = []  # the user's and the assistant's, alternating
+        self._unseen = 0  # how many of them, the oldest, the model no longer sees
         self._figures = Figures()
         self._retries = 0  # added to the seed, so that each retry has its own
 
@@ -185,8 +190,11 @@ class Chat:
     @property
     def conversation(self) -> Messages:
         """The system prompt and all messages."""
+        return self._from(0)
+
+    def _from(self, first: int) -> Messages:
         begins = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        return begins + self.messages
+        return begins + self.messages[first:]
 
     def answer(self, message: str, **sampling: Any) -> None:
         """Answer a message, and write the text as it is generated; Ctrl-C ends only the answer.
@@ -231,25 +239,25 @@ class Chat:
             self.say(answer_line(last, self.generation.max_tokens))
 
     def _fitting_prompt(self) -> list[int]:
-        """The conversation's tokens.
+        """The tokens of what the model sees of the conversation.
 
-        If they leave no room for an answer, the oldest turns are dropped until half of the model's
-        context is free. So the next turns can continue from the cache. If fewer were dropped, each
-        turn would drop some, and process the rest of the conversation again.
+        If they leave no room for an answer, the oldest turns are left out until half of the model's
+        context is free. So the next turns can continue from the cache. If fewer were left out, each
+        turn would leave out some, and process the rest of the conversation again.
         """
-        tokens, length = self.model.tokenize(self.conversation), self.model.context_length
+        unseen, length = self._unseen, self.model.context_length
+        tokens = self.model.tokenize(self._from(unseen))
         kept_free = min(self.generation.max_tokens, (length or 0) // _ANSWERS_SHARE)
         if length is None or len(tokens) + kept_free <= length:
             return tokens
-        dropped = 0
-        while len(tokens) > length // 2 and len(self.messages) > 2:
-            del self.messages[:2]
-            dropped += 1
-            tokens = self.model.tokenize(self.conversation)
-        if dropped:
+        while len(tokens) > length // 2 and len(self.messages) - unseen > 2:
+            unseen += 2
+            tokens = self.model.tokenize(self._from(unseen))
+        if self._unseen < unseen and len(tokens) < length:
+            self._unseen = unseen
             note(
                 f"the model's context of {length:,} tokens is full: the model no longer sees the "
-                f"first {counted(dropped, 'turn')}; /reset starts over"
+                f"first {counted(unseen // 2, 'turn')}; /reset starts over"
             )
         return tokens
 
@@ -262,14 +270,21 @@ class Chat:
         self._check_begun()
         if not self.unanswered:
             self.messages.pop()
-        return self.messages.pop()["content"]
+        message = self.messages.pop()["content"]
+        if len(self.messages) <= self._unseen:
+            self._unseen = 0
+        return message
 
     def restore(self, system_prompt: str | None, messages: Messages) -> None:
         """Continue another conversation, which :func:`read_chat` returned."""
-        self.system_prompt, self.messages, self._figures = system_prompt, messages, Figures()
+        self._begin(system_prompt, messages)
         self.say(f"Loaded {self._turns()}.")
         if self.unanswered:
             self.say("The last message has no answer: /retry answers it.")
+
+    def _begin(self, system_prompt: str | None, messages: Messages) -> None:
+        self.system_prompt, self.messages = system_prompt, messages
+        self._unseen, self._figures = 0, Figures()
 
     def _check_begun(self) -> None:
         if not self.messages:
@@ -323,7 +338,7 @@ class Chat:
         self.say(f"Removed: {shorten(self.undo(), _GLANCE, placeholder=' …')}")
 
     def _reset(self, _: str) -> None:
-        self.messages, self._figures = [], Figures()
+        self._begin(self.system_prompt, [])
         self.say("A new conversation begins.")
 
     def _system(self, text: str) -> None:
@@ -340,6 +355,7 @@ class Chat:
                 if self.interactive:
                     self.say(f"Still chatting with {one_line(self.model.name)}.")
                 raise
+            self._unseen = 0  # its context may be longer
         self.say(f"Chatting with {one_line(self.model.name)}.")
         if not name:
             self.say(f"/model NAME switches to {one_line(', '.join(self.model.others()))}.")

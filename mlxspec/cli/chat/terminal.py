@@ -224,7 +224,9 @@ def _markdown(text: str) -> Markdown:
     """Markdown that shows every word: HTML is shown as text, and links with their addresses."""
     # "ansi" themes use the terminal's own palette, which fits its background.
     markdown = Markdown(text, code_theme="ansi_light", hyperlinks=False)
-    parser = MarkdownIt("commonmark", {"html": False}).enable("strikethrough").enable("table")
+    # Rich shows neither a link's definition nor the address of an image.
+    parser = MarkdownIt("commonmark", {"html": False}).disable(["reference", "image"])
+    parser.enable(["strikethrough", "table"])
     markdown.parsed = parser.parse(text)
     return markdown
 

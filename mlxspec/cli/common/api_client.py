@@ -138,6 +138,8 @@ class RemoteModel:
                 "options for drafts, caches and adapters have no effect with --server: leave them "
                 "out"
             )
+        if any(isinstance(token, str) for token in generation.stop_tokens):
+            raise OptionError("--stop-token: give the token's id with --server")
         self._client = ApiClient(address)
         self._template_arguments = template_arguments
         self.switch(generation.model)
