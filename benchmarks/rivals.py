@@ -194,7 +194,7 @@ class Hindsight(Drafter):
         roots = self._source.search(depth)
         found = Candidates(self._last, roots, branching=self.branching, max_depth=depth)
         everything = found.tree(self.curve.widest - 1)
-        return everything.first(self._best_n_draft(verify(everything, following).accepted))
+        return found.tree(self._best_n_draft(verify(everything, following).accepted))
 
     def observe(self, step: VerifiedStep) -> None:
         self._source.observe(step)

@@ -133,11 +133,12 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
     with ExitStack() as stack, _one_line(path, "name another directory"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            if partial.exists():
-                with _locked(partial, wait=False):  # fails while its writer lives
-                    shutil.rmtree(partial)
-            partial.mkdir()
-            stack.enter_context(_locked(partial, wait=False))
+            with _locked(path.parent):
+                if partial.exists():
+                    with _locked(partial, wait=False):  # fails while its writer lives
+                        shutil.rmtree(partial)
+                partial.mkdir()
+                stack.enter_context(_locked(partial, wait=False))
         except BlockingIOError as error:
             raise FileError(
                 f"{path}: another process is writing it; wait for it, or name another directory"

@@ -90,6 +90,7 @@ class TokenPrinter:
         self._wraps = wraps and self._stream.isatty()
         self._last = "\n"
         self._column = 0  # how many cells of the line are taken
+        self._before = ""  # the character before the next one, which may widen it
         self._word: list[tuple[str, bool]] = []  # the characters of the line's last word
 
     def write(self, text: str, from_draft: bool) -> None:
@@ -118,12 +119,14 @@ class TokenPrinter:
         width = columns_of(self._stream) - 1
         written, run = "", ""
         for character in text:
-            cells = 8 - self._column % 8 if character == "\t" else cell_len(character)
+            more = cell_len(self._before + character) - cell_len(self._before)
+            cells = 8 - self._column % 8 if character == "\t" else max(0, more)
+            self._before = character
             if character == "\n":
                 self._column, self._word = 0, []
             elif self._column + cells > width > 1:
                 written, run = written + self._painted(run, from_draft), ""
-                taken = sum(cell_len(part) for part, _ in self._word)
+                taken = cell_len("".join(part for part, _ in self._word))
                 moves = 0 < taken < self._column and not character.isspace()
                 moved = self._word if moves else []
                 if moved:

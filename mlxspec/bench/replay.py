@@ -105,7 +105,7 @@ def replay_jointly(
             drafter = new_drafter(completion.output)
             if isinstance(drafter, Planner):
                 *others, last = completion.output
-                drafter.stop_tokens = {last} - {*others}  # none if the output was cut
+                drafter.stop_tokens = {last} - {*others}  # no end token occurs earlier
             drafter.begin(completion.prompt)
             last = completion.context[completion.begin - 1]
             active.append(_Output(completion.output, drafter, last))

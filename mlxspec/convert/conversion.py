@@ -169,8 +169,8 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     """
     from ..models.tokenizer import HUGGING_FACE_FILES, write_tokenizer
 
-    for path in itertools.chain.from_iterable(map(source.glob, _COPIED)):
-        if not os.access(path, os.R_OK):
+    for path in itertools.chain.from_iterable(map(source.glob, (*_COPIED, "*.json"))):
+        if path.is_file() and path.suffix != ".py" and not os.access(path, os.R_OK):
             raise LoadError(f"{path}: cannot be read; allow it")
     with without_byte_order_marks(source) as plain:
         for pattern in _COPIED:

@@ -60,6 +60,7 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
 
     Raises:
         LoadError: a file, a setting or a tensor is missing, damaged or unknown.
+        OSError: the tensors cannot be written.
     """
     params = read_json_object(directory / "params.json")
     try:
@@ -96,7 +97,10 @@ def _write_weights(
         array = _join(original, [piece for _, piece in pieces], params["dim"])
         if original.endswith(("attention.wq.weight", "attention.wk.weight")):
             array = half_split_rows(array, _head_dim(params))
-        mx.eval(array)
+        try:
+            mx.eval(array)
+        except RuntimeError as error:
+            raise ValueError(f"{original} cannot be read ({one_line(error)})") from error
         try:
             mx.save_safetensors(str(_file(scratch, name)), {name: array})
         except RuntimeError as error:  # MLX's, as on a full disk

@@ -37,11 +37,6 @@ class Chip:
     estimated: Sequence[int] = ()
 
     @property
-    def label(self) -> str:
-        """The name, marked if a part of the curve is estimated."""
-        return f"{self.name} {ESTIMATED}" if self.estimated else self.name
-
-    @property
     def about(self) -> str:
         """A clause that names the estimated points; empty if there are none."""
         rows = ", ".join(map(str, self.estimated))

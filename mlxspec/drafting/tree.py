@@ -161,10 +161,6 @@ class DraftTree:
             nodes.append(None if above is None else places.get((above, token)))
         return nodes
 
-    def first(self, n_draft: int) -> DraftTree:
-        """The root and the ``n_draft`` nodes after it."""
-        return self if n_draft >= len(self) - 1 else self._renumbered(range(n_draft + 1))
-
     def pruned(self, max_depth: int, vocab_size: int) -> DraftTree:
         """Drop nodes deeper than ``max_depth`` or outside the vocabulary, with their subtrees."""
         nodes = zip(self.tokens, self.depths, strict=True)

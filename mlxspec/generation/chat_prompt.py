@@ -121,7 +121,7 @@ def in_answer(
     """The phases of a chat's answer.
 
     Reasoning is unconstrained, whether the template or the model begins it. A tool call may replace
-    the constrained text; if calls are constrained, it may also end the reasoning.
+    the constrained text, or end the reasoning.
 
     Args:
         constraint: what the answer's text must match; None allows any text.
@@ -147,15 +147,14 @@ def in_answer(
     first = calling = {} if call_start is None else {call_start: call}
     if opens is not None and closes is not None:
         first = {**calling, opens: reasoning}
-    ending = {} if closes is None else {closes: after}  # of the reasoning
-    if calls is not None:
-        ending |= calling
+    closing = {} if closes is None else {closes: after}
     lead = " " if trims_space else ""
     phases = [
         Phase(constraint and replace(constraint, lead=lead), first),
-        Phase(None, ending, may_end=constraint is None),
+        Phase(None, {**calling, **closing}, may_end=constraint is None),
         Phase(constraint and replace(constraint, lead=_AFTER_REASONING), calling),
-        Phase(calls),
+        # What begins as a call inside reasoning may turn out to be text.
+        Phase(calls, closing if calls is None else {}),
     ]
     if reasons:
         phases[text] = phases[reasoning]

@@ -200,9 +200,9 @@ def write_tokenizer(source: Path, target: Path) -> None:
         )
     with errors_named(source):
         tokenizer, settings = _with_added_tokens(source, paths[0])
-    tokenizer.save(str(target / "tokenizer.json"))
-    text = json.dumps(settings, indent=2, ensure_ascii=False)
-    (target / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+        own = (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
+    (target / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    (target / "tokenizer_config.json").write_bytes(own)
     template = source / "chat_template.jinja"
     if template.is_file():
         shutil.copyfile(template, target / template.name)

@@ -119,7 +119,9 @@ def why_no_tools(tokenizer: TokenizerWrapper) -> str | None:
         return None
     if "tools" not in str(tokenizer.chat_template):
         return "its chat template has no place for them"
-    return "its chat template has no call marker that mlx-lm knows, such as <tool_call>"
+    return (
+        "its chat template asks for calls in an unknown form, without a marker such as <tool_call>"
+    )
 
 
 def text_ids(

@@ -105,12 +105,6 @@ def test_one_at_a_time_is_the_replay_of_one(curve: CostCurve, name: str) -> None
     assert report["sequences_per_step"] == 1
 
 
-def test_steps_of_one_are_those_of_replay() -> None:
-    (work,) = outputs(ROUND * 4)
-    joint = replay_jointly([work], lambda output: suffix_planner(FLAT), FLAT, 1)
-    assert joint.rows == replay(work.prompt, work.output, suffix_planner(FLAT)).rows
-
-
 def test_planners_share_rows_where_they_pay() -> None:
     work = outputs(ROUND * 6, [5, 6, 7] * 20, list(range(200, 260)))
     for curve, gains in ((FLAT, True), (STEEP, False)):

@@ -145,6 +145,10 @@ def test_what_a_full_context_leaves_out_stays_in_the_conversation(
         assert answer == answered_by_mlx_lm(decoder, seen, 20)
         assert len(conversation.model.session.tokens) < 110
     assert unseen
+    while len(conversation.messages) > 2:
+        conversation.undo()
+    answer = ask(conversation, QUESTIONS[1])
+    assert answer == answered_by_mlx_lm(decoder, [system, *conversation.messages[:-1]], 20)
 
 
 def test_a_message_longer_than_the_context_is_refused_and_forgotten() -> None:

@@ -823,6 +823,14 @@ def test_what_drafts_taught_is_shown_and_forgotten(
     assert CliRunner().invoke(main, asks).exit_code == 0
     monkeypatch.delenv("MLXSPEC_MEMORY")
     assert CliRunner().invoke(main, [*asks, "--no-saved-answers"]).exit_code == 0
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import mlx_lm\nmodel, tokenizer = mlx_lm.load('demo')\n"
+        "mlx_lm.generate(model, tokenizer, 'Copy the text. one two one two', max_tokens=16)\n"
+    )
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert run("run", "--no-saved-answers", script).exit_code == 0
     assert not kept.exists()
     assert CliRunner().invoke(main, asks).exit_code == 0
     assert len([*kept.iterdir()]) == 1

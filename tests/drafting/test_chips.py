@@ -27,7 +27,6 @@ def test_a_source_that_speaks_of_estimates_says_at_which_rows() -> None:
         chip = known_chip(name)
         assert bool(chip.estimated) is ("estimate" in chip.source)
         assert set(chip.estimated) <= set(chip.curve.rows) - {1}
-        assert ("≈" in chip.label) is bool(chip.estimated)
 
 
 def test_what_is_estimated_is_said() -> None:

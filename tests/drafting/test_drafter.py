@@ -104,7 +104,7 @@ def test_probabilities_fit_the_nodes_and_never_rise(p_reached: tuple[float, ...]
 
 def test_probabilities_and_origins_go_with_their_nodes() -> None:
     tree = DraftTree((1, 2, 3, 4), (-1, 0, 1, 0), (0.4, 0.2, 0.6), ("a", "b", "c"))
-    assert tree.first(2).p_reached == (0.4, 0.2)
-    assert tree.first(2).origins == ("a", "b")
+    first = tree.filtered([True, True, True, False])
+    assert (first.p_reached, first.origins) == ((0.4, 0.2), ("a", "b"))
     assert tree.first_chain().origins == ("a", "b")
     assert tree.pruned(1, 99).p_reached == (0.4, 0.6)

@@ -17,6 +17,7 @@ from mlxspec.engine.grammar import Grammar, Vocabulary
 from mlxspec.engine.json_schema import enforceable
 from mlxspec.engine.params import Constraint, Phase, Phases
 from mlxspec.errors import OptionError
+from mlxspec.generation.chat_prompt import in_answer
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.demo import demo, endless_tokenizer
 from tests.support.examples import LONG
@@ -188,6 +189,26 @@ def test_phases_lead_from_free_text_to_a_constraint() -> None:
     assert state.forced() == (*yes, end)
     unconstrained = begun((Phase(),), "bytes")
     assert allowed(unconstrained) is None
+
+
+def test_a_call_may_end_reasoning_and_what_only_looks_like_one_does_not() -> None:
+    tokenizer, _ = vocabulary_of("bytes")
+    (end,) = tokenizer.eos_token_ids
+    closes, yes = tokenizer.get_vocab()["</think>"], tokenizer.encode("yes")
+    call = tokenizer.encode("~")[0]
+    answer = Constraint.choice(["yes"])
+    phases = in_answer(answer, tokenizer, reasons=True, call_start=call)
+    state = begun(phases, "bytes")
+    assert end not in (allowed(state) or [])
+    state.accept([yes[0], call])
+    assert allowed(state) is None or end in allowed(state)
+    state.accept([closes])
+    assert yes[0] in (allowed(state) or [])
+    assert end not in (allowed(state) or [])
+    strict = in_answer(answer, tokenizer, reasons=True, calls=answer, call_start=call)
+    state = begun(strict, "bytes")
+    state.accept([yes[0], call])
+    assert state.forced() == (*yes, end)
 
 
 def test_unknown_formats_are_notes_and_lenient_schemas_lose_what_cannot_be_enforced() -> None:

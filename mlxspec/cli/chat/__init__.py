@@ -146,6 +146,7 @@ class Chat:
     def __post_init__(self) -> None:
         self.messages: Messages = []  # the user's and the assistant's, alternating
         self._unseen = 0  # how many of them, the oldest, the model no longer sees
+        self._full_at = 0  # and how many there were when that began
         self._figures = Figures()
         self._retries = 0  # added to the seed, so that each retry has its own
 
@@ -209,7 +210,7 @@ class Chat:
             PromptError: the message alone is longer than the model's context.
         """
         if self.unanswered:
-            self.messages.pop()
+            self.undo()
         self.messages.append({"role": "user", "content": message})
         sampled = replace(self.generation.sampling, **sampling)
         generation = replace(self.generation, sampling=sampled)
@@ -253,8 +254,8 @@ class Chat:
         while len(tokens) > length // 2 and len(self.messages) - unseen > 2:
             unseen += 2
             tokens = self.model.tokenize(self._from(unseen))
-        if self._unseen < unseen and len(tokens) < length:
-            self._unseen = unseen
+        if self._unseen < unseen and len(tokens) <= length:
+            self._unseen, self._full_at = unseen, len(self.messages)
             note(
                 f"the model's context of {length:,} tokens is full: the model no longer sees the "
                 f"first {counted(unseen // 2, 'turn')}; /reset starts over"
@@ -271,7 +272,7 @@ class Chat:
         if not self.unanswered:
             self.messages.pop()
         message = self.messages.pop()["content"]
-        if len(self.messages) <= self._unseen:
+        if len(self.messages) < self._full_at:
             self._unseen = 0
         return message
 
