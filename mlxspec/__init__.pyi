@@ -10,7 +10,6 @@ from .drafting.accept import VerifiedStep as VerifiedStep
 from .drafting.drafter import Drafter as Drafter
 from .drafting.lookahead import LookaheadDrafter as LookaheadDrafter
 from .drafting.prompt_lookup import PromptLookupDrafter as PromptLookupDrafter
-from .drafting.sources import CombinedDrafter as CombinedDrafter
 from .drafting.tree import DraftTree as DraftTree
 from .engine.params import Constraint as Constraint
 from .engine.params import SamplingParams as SamplingParams

@@ -1,18 +1,17 @@
-"""Forced tokens, and users' drafters within planned ones."""
+"""Users' drafters and a constraint's forced tokens, as parts of planned drafts."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from .accept import VerifiedStep, view
 from .candidates import Source, TreeNode
-from .drafter import Drafter, NoDraft, checked_draft, checked_drafter
-from .tree import DraftTree, merge
+from .drafter import Drafter, checked_draft, checked_drafter
+from .tree import DraftTree
 
 # Where these come from: notes/planner.md, "Constants".
 _DEPTHS = 8  # depths with their own probabilities; deeper nodes have the last one
@@ -95,84 +94,10 @@ class DrafterSource(Source):
             self._p_accept[depth] = min(_MOST, max(_LEAST, p_accept))
 
 
-class CombinedDrafter(Drafter):
-    """Merges the drafts of two drafters; common prefixes are verified once.
-
-    Each drafter observes a step as if its own tree had been verified: with the target's choices
-    after its own nodes, and with all emitted tokens. A target that verifies only chains gets the
-    first drafter's chain, or the second's if the first has no draft.
-
-    Args:
-        first: the drafter that has priority when drafts are cut to a chain.
-        second: the other drafter.
-    """
-
-    def __init__(self, first: Drafter, second: Drafter) -> None:
-        self.first = first
-        self.second = second
-
-    @property
-    def pipelined(self) -> bool:  # type: ignore[override]
-        """Whether both drafters expect no draft soon."""
-        return self.first.pipelined and self.second.pipelined
-
-    def begin(self, prompt: Sequence[int]) -> None:
-        self._parts: tuple[DraftTree, DraftTree] | None = None
-        self.first.begin(list(prompt))
-        self.second.begin(list(prompt))
-
-    def propose(self, max_depth: int) -> DraftTree:
-        self._parts = self.first.propose(max_depth), self.second.propose(max_depth)
-        return merge(self._parts)
-
-    def observe(self, step: VerifiedStep) -> None:
-        # A step may run without a proposal.
-        none = DraftTree.chain(step.tree.tokens[0])
-        first, second = self._parts or (none, none)
-        self._parts = None
-        self.first.observe(view(step, first))
-        self.second.observe(view(step, second))
-
-    def end(self) -> None:
-        try:
-            self.first.end()
-        finally:
-            self.second.end()
-
-
 GRAMMAR = "grammar"
 """The origin of forced tokens."""
 
-Forced = Callable[[], Sequence[int]]
-"""Returns the tokens that must come next, whatever the model predicts; empty if several tokens may
-come next.
-"""
-
 _P_ACCEPT = 0.99  # of a forced token; nothing is certain
-
-
-class ForcedDrafter(NoDraft):
-    """Drafts only the tokens that a constraint forces, which ``forced`` returns."""
-
-    def __init__(self, forced: Forced) -> None:
-        self._forced = forced
-
-    def propose(self, max_depth: int) -> DraftTree:
-        return forced_chain(self._last, self._forced()[:max_depth])
-
-
-def with_forced(drafter: Drafter, grammar: Any) -> Drafter:
-    """A drafter that also drafts the tokens that a grammar forces; itself without a grammar.
-
-    Args:
-        grammar: a constrained output's :class:`mlxspec.engine.grammar.Grammar`, or None.
-    """
-    if grammar is None:
-        return drafter
-    both = CombinedDrafter(ForcedDrafter(grammar.forced), drafter)
-    # There is no alternative to a forced token, so merging the two never adds a branch.
-    both.branching = drafter.branching
-    return both
 
 
 def forced_chain(last: int, forced: Sequence[int]) -> DraftTree:

@@ -226,19 +226,3 @@ class TreeBuilder:
     def tree(self) -> DraftTree:
         """The tree so far."""
         return DraftTree.of(self.tokens, self.parents, (), self.origins)
-
-
-def merge(trees: Sequence[DraftTree]) -> DraftTree:
-    """Merge drafts after the same token; common prefixes share nodes.
-
-    Returns:
-        a tree that begins with the first tree's nodes, without probabilities.
-    """
-    merged = TreeBuilder(trees[0].tokens[0])
-    for tree in trees:
-        nodes = [0]
-        for token, parent, origin in zip(
-            tree.tokens[1:], tree.parents[1:], tree.origins, strict=True
-        ):
-            nodes.append(merged.child(nodes[parent], token, origin))
-    return merged.tree()

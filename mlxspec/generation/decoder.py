@@ -156,8 +156,8 @@ class Decoder:
         Options:
             sampling: how to pick tokens; greedy by default.
             constraint: a :class:`mlxspec.Constraint` that the output must match: a JSON Schema, a
-                regular expression or a grammar. The output ends once it is complete. Tokens that
-                the constraint forces are drafted.
+                regular expression or a grammar. The output ends once it is complete. The default
+                decoder, :class:`mlxspec.AutoDecoder`, drafts tokens that the constraint forces.
             chat_template_kwargs: arguments of the chat template besides the messages, such as
                 ``{"enable_thinking": False}`` or ``{"tools": [...]}``.
             stop: strings that end the output and are not part of it.

@@ -17,7 +17,7 @@ from ..drafting.lookahead import LookaheadDrafter
 from ..drafting.p_accept import TokenClasses
 from ..drafting.planner import Planner, trees_pay
 from ..drafting.prompt_lookup import PromptLookupDrafter
-from ..drafting.sources import DrafterSource, with_forced
+from ..drafting.sources import DrafterSource
 from ..drafting.suffix_source import SuffixSource
 
 if TYPE_CHECKING:
@@ -49,11 +49,12 @@ class DrafterFactory:
         return checked_drafter(self.maker()) if self.maker else None
 
     def make(self, decoder: Decoder, grammar: Grammar | None) -> Drafter | Planner | None:
-        """Make the drafter of one generation, which also drafts the tokens that a grammar forces.
+        """Make the drafter of one generation.
 
         Args:
             decoder: the decoder whose model verifies the drafts.
-            grammar: the grammar of a constrained output, or None.
+            grammar: the grammar of a constrained output, or None. Planners draft the tokens that it
+                forces.
 
         Returns:
             None for plain decoding.
@@ -61,8 +62,7 @@ class DrafterFactory:
         Raises:
             MlxspecError: ``maker`` did not return a drafter.
         """
-        drafter = self.new()
-        return drafter if drafter is None else with_forced(drafter, grammar)
+        return self.new()
 
     def with_separate_memory(self, memory_tokens: int) -> Self:
         """A copy with an empty memory of ``memory_tokens`` tokens; itself if it has no memory."""

@@ -1,4 +1,4 @@
-"""Forced tokens as drafts, alone and beside other drafts."""
+"""Forced tokens as drafts, beside other drafts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from mlxspec.drafting.accept import VerifiedStep
 from mlxspec.drafting.candidates import Candidates, TreeNode
-from mlxspec.drafting.drafter import Drafter
-from mlxspec.drafting.sources import forced_chain, with_forced
+from mlxspec.drafting.sources import forced_chain
 from mlxspec.drafting.tree import DraftTree
 
 
@@ -36,20 +34,6 @@ class Spelled:
         return [t[len(path)] for t in self._texts if t[: len(path)] == path and len(t) > len(path)]
 
 
-class Fixed(Drafter):
-    """Always drafts the same tokens."""
-
-    def __init__(self, tree: DraftTree, branching: bool = True) -> None:
-        self.tree, self.branching = tree, branching
-        self.seen: list[VerifiedStep] = []
-
-    def propose(self, max_depth: int) -> DraftTree:
-        return self.tree
-
-    def observe(self, step: VerifiedStep) -> None:
-        self.seen.append(step)
-
-
 def chain(text: str) -> DraftTree:
     return DraftTree.chain(0, map(ord, text))
 
@@ -60,21 +44,6 @@ def text_of(candidates: DraftTree, node: int) -> str:
         text = chr(candidates.tokens[node]) + text
         node = candidates.parents[node]
     return text
-
-
-@pytest.mark.parametrize("branching", [True, False])
-def test_forced_tokens_come_first_and_each_drafter_sees_its_own(branching: bool) -> None:
-    own = Fixed(chain("abx"), branching)
-    drafter = with_forced(own, Spelled("abc"))
-    assert drafter.branching == branching
-    drafter.begin([0])
-    tree = drafter.propose(8)
-    assert tree.first_chain() == chain("abc")
-    assert tree.origins[:3] == ("grammar", "grammar", "grammar")
-    tokens = tuple(map(ord, "abc"))
-    drafter.observe(VerifiedStep(tree, (*tokens, 0, 0), (*tokens, 0, 0), (1, 2, 3), (*tokens, 0)))
-    assert own.seen[0].tree == chain("abx")
-    assert own.seen[0].accepted == (1, 2)
 
 
 def test_disallowed_candidates_are_dropped_and_forced_ones_added() -> None:

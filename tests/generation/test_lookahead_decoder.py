@@ -8,10 +8,7 @@ import pytest
 
 import mlxspec
 from mlxspec import (
-    CombinedDrafter,
     LookaheadDecoder,
-    LookaheadDrafter,
-    PromptLookupDrafter,
 )
 from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.drafting.drafter import NoDraft
@@ -78,16 +75,6 @@ def test_a_model_that_cannot_verify_drafts_is_decoded_plainly(monkeypatch) -> No
     decoder.loaded.chain_capability = Capability.PLAIN
     *_, last = decoder.stream(PROMPT, 20)
     assert (last.stats.steps, last.stats.drafted) == (20, 0)
-
-
-def test_ones_own_drafter_comes_first_with_lookahead_as_its_fallback() -> None:
-    expected = plain(PROMPT)
-    shy = CombinedDrafter(NoDraft(), LookaheadDrafter(3, 4, 3))
-    *_, last = drafted(make(), PROMPT, shy, max_tokens=24)
-    assert last.stats.tokens_per_step > 1.5
-    for fallback in (LookaheadDrafter(3, 4, 3), NoDraft()):
-        own = CombinedDrafter(PromptLookupDrafter(), fallback)
-        assert [r.token for r in drafted(make(), PROMPT, own, max_tokens=24)] == expected
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,6 @@ def test_an_unknown_option_is_refused_with_the_one_that_was_meant() -> None:
         ("no_such_module:It", "No module named 'no_such_module'"),
         ("mlxspec:NoSuch", "no attribute .*NoSuch"),
         ("mlxspec:Decoder", "not derived from mlxspec.Drafter"),
-        ("mlxspec:CombinedDrafter", "missing a required argument: 'first'"),
         ("./mine:It", "write it as module:Class"),
         ("mine.py:It", "write it as module:Class"),
         ("mlxspec:Drafter", "lacks one of its methods"),
@@ -166,9 +165,14 @@ def test_an_invalid_name_of_a_drafter_is_refused(name: str, message: str) -> Non
     [
         ("class It(:", r"SyntaxError: invalid syntax \(unwell.py, line 1\)"),
         ("1 / 0", "drafter unwell:It: ZeroDivisionError: division by zero"),
+        (
+            "import mlxspec\nclass It(mlxspec.PromptLookupDrafter):\n"
+            "    def __init__(self, first): ...",
+            "missing a required argument: 'first'",
+        ),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_refused(
+def test_a_module_or_class_that_cannot_be_used_is_refused(
     source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "unwell.py").write_text(source)
