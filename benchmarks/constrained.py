@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 import mlxspec
-from mlxspec import AutoDecoder, Constraint, GenerationResponse, PromptLookupDecoder
+from mlxspec import AutoDecoder, Constraint, Decoder, GenerationResponse
 
 _TOKENS = 160
 _PERSON = {
@@ -53,15 +53,14 @@ _FORMS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def main(repeats: int, model: str) -> None:
-    plain = PromptLookupDecoder(model)
+    plain = Decoder(model)
     auto = AutoDecoder(plain.model, plain.tokenizer, memory_tokens=0)
     _ = auto.costs  # measured before anything is timed
     ways: dict[str, tuple[Any, dict[str, Any], bool]] = {
-        "free, plain": (plain, {"n_draft": 0}, False),
+        "free, plain": (plain, {}, False),
         "free, drafts": (auto, {}, False),
-        "constrained, plain": (plain, {"n_draft": 0}, True),
+        "constrained, plain": (plain, {}, True),
         "constrained, drafts": (auto, {}, True),
-        "constrained, lookup and forced": (plain, {}, True),
     }
     print(f"{'form':<16}{'way':<32}{'tokens/step':>12}{'tokens/s':>10}{'ratio':>7}")
     for form, (prompt, schema) in _FORMS.items():

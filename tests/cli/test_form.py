@@ -42,12 +42,11 @@ def test_the_output_is_valid_under_the_schema(schema: Path, template: str) -> No
 
 
 @pytest.mark.slow
-def test_the_output_matches_the_regex_and_forced_tokens_are_drafted() -> None:
+def test_the_output_matches_the_regex() -> None:
     result = generate(*WHO, "--regex", "the answer is (yes|no), and nothing else", "--json")
     report = json.loads(result.stdout)
     assert report["text"] in (f"the answer is {word}, and nothing else" for word in ("yes", "no"))
     assert report["finish_reason"] == "stop"
-    assert report["stats"]["accepted"] > 5
 
 
 @pytest.mark.slow
