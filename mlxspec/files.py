@@ -148,9 +148,10 @@ def new_directory(path: Path, *, replace: bool) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
         try:
             yield partial
-            if replace and path.exists():
-                path.rename(old)
-            partial.rename(path)
+            with _locked(path.parent):
+                if replace and path.exists():
+                    path.rename(old)
+                partial.rename(path)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise

@@ -90,7 +90,7 @@ class TokenPrinter:
         self._wraps = wraps and self._stream.isatty()
         self._last = "\n"
         self._column = 0  # how many cells of the line are taken
-        self._before = ""  # the character before the next one, which may widen it
+        self._before = ""  # the last character and what joined it, which the next one may widen
         self._word: list[tuple[str, bool]] = []  # the characters of the line's last word
 
     def write(self, text: str, from_draft: bool) -> None:
@@ -121,7 +121,8 @@ class TokenPrinter:
         for character in text:
             more = cell_len(self._before + character) - cell_len(self._before)
             cells = 8 - self._column % 8 if character == "\t" else max(0, more)
-            self._before = character
+            joins = more == 0 and character not in "\n\t"  # such as a variation selector
+            self._before = self._before + character if joins else character
             if character == "\n":
                 self._column, self._word = 0, []
             elif self._column + cells > width > 1:

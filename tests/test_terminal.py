@@ -3,6 +3,7 @@ import random
 import re
 
 import pytest
+from rich.cells import cell_len
 
 from mlxspec.terminal import TokenPrinter, colored, one_line, visible, wants_color
 
@@ -175,6 +176,28 @@ def test_wide_characters_fill_the_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.stdout", stream)
     TokenPrinter(False, wraps=True).write("日本語日本語日本語", False)
     assert stream.getvalue() == "日本語日本\n語日本語"
+
+
+@pytest.mark.parametrize("emoji", ["\u2764\ufe0f", "\U0001f937\u200d\u2642\ufe0f"])
+def test_emoji_of_several_characters_are_as_wide_as_they_look(
+    monkeypatch: pytest.MonkeyPatch, emoji: str
+):
+    monkeypatch.setattr("mlxspec.terminal.columns_of", lambda stream: 11)
+    stream = Terminal()
+    monkeypatch.setattr("sys.stdout", stream)
+    printer = TokenPrinter(False, wraps=True)
+    for character in f"{emoji} " * 4 + "words":
+        printer.write(character, False)
+    lines = [""]
+    for cells, character in re.findall(r"\x1b\[(\d+)D\x1b\[K|(.)", stream.getvalue(), re.DOTALL):
+        if character == "\n":
+            lines.append("")
+        lines[-1] += character.strip("\n")
+        kept = cell_len(lines[-1]) - int(cells or 0)
+        while cell_len(lines[-1]) > kept:
+            lines[-1] = lines[-1][:-1]
+    assert all(cell_len(line) <= 10 for line in lines)
+    assert " ".join(lines).split() == [emoji] * 4 + ["words"]
 
 
 def test_without_a_terminal_nothing_is_wrapped(monkeypatch: pytest.MonkeyPatch):

@@ -164,8 +164,8 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     and copy Python files.
 
     Raises:
-        LoadError: there is no tokenizer, a file is damaged, or its SentencePiece model is of an
-            unsupported kind.
+        LoadError: there is no tokenizer, a file is damaged or cannot be read, or its SentencePiece
+            model is of an unsupported kind.
     """
     from ..models.tokenizer import HUGGING_FACE_FILES, write_tokenizer
 

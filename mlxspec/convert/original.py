@@ -100,7 +100,9 @@ def _write_weights(
         try:
             mx.eval(array)
         except RuntimeError as error:
-            raise ValueError(f"{original} cannot be read ({one_line(error)})") from error
+            raise LoadError(
+                f"{directory}: the tensor {printable(original)} cannot be read ({one_line(error)})"
+            ) from error
         try:
             mx.save_safetensors(str(_file(scratch, name)), {name: array})
         except RuntimeError as error:  # MLX's, as on a full disk

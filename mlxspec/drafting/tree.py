@@ -1,4 +1,4 @@
-"""Draft trees, and merging them."""
+"""Draft trees."""
 
 from __future__ import annotations
 

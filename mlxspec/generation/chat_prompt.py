@@ -143,18 +143,19 @@ def in_answer(
             "this model's reasoning does not end with a single token, so no constraint can begin "
             "after it: turn the reasoning off"
         )
-    text, reasoning, after, call = range(4)
+    text, reasoning, after, call, maybe_call = range(5)
     first = calling = {} if call_start is None else {call_start: call}
     if opens is not None and closes is not None:
         first = {**calling, opens: reasoning}
     closing = {} if closes is None else {closes: after}
+    aside = calling if calls is not None or call_start is None else {call_start: maybe_call}
     lead = " " if trims_space else ""
     phases = [
         Phase(constraint and replace(constraint, lead=lead), first),
-        Phase(None, {**calling, **closing}, may_end=constraint is None),
+        Phase(None, {**aside, **closing}, may_end=constraint is None),
         Phase(constraint and replace(constraint, lead=_AFTER_REASONING), calling),
-        # What begins as a call inside reasoning may turn out to be text.
-        Phase(calls, closing if calls is None else {}),
+        Phase(calls),
+        Phase(None, closing),  # what begins as a call inside reasoning may be text
     ]
     if reasons:
         phases[text] = phases[reasoning]

@@ -191,6 +191,7 @@ def write_tokenizer(source: Path, target: Path) -> None:
 
     Raises:
         LoadError: the model is missing, of another kind, or its ids cannot be reproduced.
+        OSError: ``target`` cannot be written.
     """
     paths = sorted(path for path in source.glob("tokenizer.model*") if path.is_file())
     if not paths:

@@ -119,9 +119,7 @@ def why_no_tools(tokenizer: TokenizerWrapper) -> str | None:
         return None
     if "tools" not in str(tokenizer.chat_template):
         return "its chat template has no place for them"
-    return (
-        "its chat template asks for calls in an unknown form, without a marker such as <tool_call>"
-    )
+    return "its chat template writes calls in a format that mlxspec does not know"
 
 
 def text_ids(

@@ -134,21 +134,22 @@ def test_what_a_full_context_leaves_out_stays_in_the_conversation(
     conversation = conversation_with(
         decoder, context_length=110, max_tokens=20, system_prompt="Be brief."
     )
-    system, unseen = {"role": "system", "content": "Be brief."}, 0
+    system, unseen, full_at = {"role": "system", "content": "Be brief."}, 0, 0
     for turn in range(5):
         answer = ask(conversation, f"Say this two times: number {turn}.")
         if found := re.search(r"no longer sees the first (\d) turn", capsys.readouterr().err):
             assert int(found[1]) > unseen
-            unseen = int(found[1])
+            before, unseen, full_at = unseen, int(found[1]), len(conversation.messages) - 1
         assert len(conversation.messages) == 2 * turn + 2
         seen = [system, *conversation.messages[2 * unseen : -1]]
         assert answer == answered_by_mlx_lm(decoder, seen, 20)
         assert len(conversation.model.session.tokens) < 110
     assert unseen
-    while len(conversation.messages) > 2:
+    while len(conversation.messages) >= full_at:
         conversation.undo()
-    answer = ask(conversation, QUESTIONS[1])
-    assert answer == answered_by_mlx_lm(decoder, [system, *conversation.messages[:-1]], 20)
+    answer = ask(conversation, "And?")
+    seen = [system, *conversation.messages[2 * before : -1]]
+    assert answer == answered_by_mlx_lm(decoder, seen, 20)
 
 
 def test_a_message_longer_than_the_context_is_refused_and_forgotten() -> None:

@@ -198,13 +198,22 @@ def test_a_call_may_end_reasoning_and_what_only_looks_like_one_does_not() -> Non
     call = tokenizer.encode("~")[0]
     answer = Constraint.choice(["yes"])
     phases = in_answer(answer, tokenizer, reasons=True, call_start=call)
+    everything = [*range(len(tokenizer) + 5)]
+
+    def following(state: Grammar) -> list[int]:
+        return everything if (tokens := allowed(state)) is None else tokens
+
     state = begun(phases, "bytes")
-    assert end not in (allowed(state) or [])
+    assert end not in following(state)
     state.accept([yes[0], call])
-    assert allowed(state) is None or end in allowed(state)
+    assert {end, closes} <= {*following(state)}
     state.accept([closes])
-    assert yes[0] in (allowed(state) or [])
-    assert end not in (allowed(state) or [])
+    assert yes[0] in following(state)
+    assert end not in following(state)
+    from_text = in_answer(answer, tokenizer, reasons=False, call_start=call)
+    state = begun(from_text, "bytes")
+    state.accept([call, closes])  # in an argument, for example
+    assert following(state) == everything
     strict = in_answer(answer, tokenizer, reasons=True, calls=answer, call_start=call)
     state = begun(strict, "bytes")
     state.accept([yes[0], call])

@@ -7,9 +7,7 @@ from functools import cache
 import pytest
 
 import mlxspec
-from mlxspec import (
-    LookaheadDecoder,
-)
+from mlxspec import LookaheadDecoder
 from mlxspec.bench.measure import NEAR_TIE_FLOAT32, first_difference
 from mlxspec.drafting.drafter import NoDraft
 from mlxspec.engine.capability import Capability

@@ -242,7 +242,7 @@ def test_what_the_template_or_the_model_does_not_know_is_refused() -> None:
     ("template", "reason"),
     [
         ("{{ messages[0].content }}", "has no place for them"),
-        (CHATML, "asks for calls in an unknown form"),
+        (CHATML, "writes calls in a format that mlxspec does not know"),
     ],
 )
 def test_a_model_without_tools_says_what_its_template_lacks(template: str, reason: str) -> None:

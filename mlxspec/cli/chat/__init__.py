@@ -145,8 +145,9 @@ class Chat:
 
     def __post_init__(self) -> None:
         self.messages: Messages = []  # the user's and the assistant's, alternating
-        self._unseen = 0  # how many of them, the oldest, the model no longer sees
-        self._full_at = 0  # and how many there were when that began
+        # How many there were each time the context was full, and how many of them, the oldest, the
+        # model has not seen since.
+        self._cuts: list[tuple[int, int]] = []
         self._figures = Figures()
         self._retries = 0  # added to the seed, so that each retry has its own
 
@@ -246,7 +247,8 @@ class Chat:
         context is free. So the next turns can continue from the cache. If fewer were left out, each
         turn would leave out some, and process the rest of the conversation again.
         """
-        unseen, length = self._unseen, self.model.context_length
+        before = unseen = self._cuts[-1][1] if self._cuts else 0
+        length = self.model.context_length
         tokens = self.model.tokenize(self._from(unseen))
         kept_free = min(self.generation.max_tokens, (length or 0) // _ANSWERS_SHARE)
         if length is None or len(tokens) + kept_free <= length:
@@ -254,8 +256,8 @@ class Chat:
         while len(tokens) > length // 2 and len(self.messages) - unseen > 2:
             unseen += 2
             tokens = self.model.tokenize(self._from(unseen))
-        if self._unseen < unseen and len(tokens) <= length:
-            self._unseen, self._full_at = unseen, len(self.messages)
+        if before < unseen and len(tokens) <= length:
+            self._cuts.append((len(self.messages), unseen))
             note(
                 f"the model's context of {length:,} tokens is full: the model no longer sees the "
                 f"first {counted(unseen // 2, 'turn')}; /reset starts over"
@@ -272,8 +274,8 @@ class Chat:
         if not self.unanswered:
             self.messages.pop()
         message = self.messages.pop()["content"]
-        if len(self.messages) < self._full_at:
-            self._unseen = 0
+        while self._cuts and len(self.messages) < self._cuts[-1][0]:
+            self._cuts.pop()
         return message
 
     def restore(self, system_prompt: str | None, messages: Messages) -> None:
@@ -285,7 +287,7 @@ class Chat:
 
     def _begin(self, system_prompt: str | None, messages: Messages) -> None:
         self.system_prompt, self.messages = system_prompt, messages
-        self._unseen, self._figures = 0, Figures()
+        self._cuts, self._figures = [], Figures()
 
     def _check_begun(self) -> None:
         if not self.messages:
@@ -356,7 +358,7 @@ class Chat:
                 if self.interactive:
                     self.say(f"Still chatting with {one_line(self.model.name)}.")
                 raise
-            self._unseen = 0  # its context may be longer
+            self._cuts = []  # its context may be longer
         self.say(f"Chatting with {one_line(self.model.name)}.")
         if not name:
             self.say(f"/model NAME switches to {one_line(', '.join(self.model.others()))}.")
