@@ -104,8 +104,8 @@ def replay_jointly(
         for completion in itertools.islice(waiting, limit - len(active)):
             drafter = new_drafter(completion.output)
             if isinstance(drafter, Planner):
-                *others, last = completion.output
-                drafter.stop_tokens = {last} - {*others}  # no end token occurs earlier
+                *others, end = completion.output
+                drafter.stop_tokens = {end} - {*others}  # an end token occurs only once
             drafter.begin(completion.prompt)
             last = completion.context[completion.begin - 1]
             active.append(_Output(completion.output, drafter, last))

@@ -408,9 +408,9 @@ def _rising(costs: Iterable[tuple[float, float]]) -> list[float]:
 def _with_rows_of(
     longer: Mapping[int, StepTime], shortest: Mapping[int, StepTime]
 ) -> dict[int, StepTime]:
-    """The times after the shortest context, with the rows that only a longer one was measured with.
+    """The times after the shortest context, and estimates for rows that only a longer one has.
 
-    Their times are those after the longer context, reduced as the other times are.
+    An estimate is the time after the longer context, reduced as much as the nearest other times.
     """
     rows = sorted(longer)
     known = [r for r in sorted(shortest) if r <= rows[-1]]

@@ -106,7 +106,7 @@ def load_tokenizer(
     Raises:
         LoadError: the tokenizer is missing, of an unsupported kind, or needs its repository's code.
     """
-    with errors_named(directory):
+    with _errors_named(directory):
         if any((directory / name).is_file() for name in HUGGING_FACE_FILES):
             with without_byte_order_marks(directory) as plain:
                 wrapper = _load(plain, eos_token_ids, settings or {})
@@ -119,7 +119,7 @@ def load_tokenizer(
 
 
 @contextmanager
-def errors_named(directory: Path) -> Iterator[None]:
+def _errors_named(directory: Path) -> Iterator[None]:
     """Raise LoadError for any error of a library that reads a tokenizer."""
     try:
         yield
@@ -199,7 +199,7 @@ def write_tokenizer(source: Path, target: Path) -> None:
             f"{source}: no tokenizer.json or SentencePiece tokenizer.model, and Tekken's and "
             "tiktoken's files are not supported; use a version of the model with a tokenizer.json"
         )
-    with errors_named(source):
+    with _errors_named(source):
         tokenizer, settings = _with_added_tokens(source, paths[0])
         own = (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()
     (target / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")

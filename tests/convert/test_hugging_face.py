@@ -166,6 +166,11 @@ def spoil_added_tokens(source: Path) -> None:
     (source / "tokenizer_config.json").write_text('{"added_tokens_decoder": {"x": {}}}')
 
 
+def spoil_template(source: Path) -> None:
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer_config.json").write_text('{"chat_template": "\\ud800"}')
+
+
 def change_config(**changes: object):
     def spoil(source: Path) -> None:
         config = json.loads((source / "config.json").read_text())
@@ -185,6 +190,7 @@ def change_config(**changes: object):
             r"index\.json: weight_map must map",
         ),
         (spoil_added_tokens, r"the tokenizer cannot be loaded: .*'x'"),
+        (spoil_template, r"the tokenizer cannot be loaded: .*surrogates"),
         (
             remove_a_tensor,
             r"weights do not fit config\.json: Missing 1 parameters.*model\.norm\.weight",

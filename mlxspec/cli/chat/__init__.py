@@ -145,8 +145,8 @@ class Chat:
 
     def __post_init__(self) -> None:
         self.messages: Messages = []  # the user's and the assistant's, alternating
-        # How many there were each time the context was full, and how many of them, the oldest, the
-        # model has not seen since.
+        # Each time the context was full: the number of messages, and how many of them, the oldest,
+        # the model has not seen since.
         self._cuts: list[tuple[int, int]] = []
         self._figures = Figures()
         self._retries = 0  # added to the seed, so that each retry has its own
@@ -195,6 +195,7 @@ class Chat:
         return self._from(0)
 
     def _from(self, first: int) -> Messages:
+        """The system prompt, and the messages from number ``first`` on."""
         begins = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
         return begins + self.messages[first:]
 
