@@ -63,8 +63,8 @@ def config_command(ctx: click.Context) -> None:
 
     The default model is used when a command line names no model. It is the first of these that
     exists: the model in MLXSPEC_MODEL, the model set here, the directory mlx_model, and demo.
-    Options on a command line override these settings, as do environment variables. An alias takes
-    precedence over a directory of the same name; ./NAME is the directory.
+    Options on a command line override these settings. An alias takes precedence over a directory of
+    the same name; ./NAME is the directory.
 
     The settings are in the file config.toml in your configuration directory, or in the directory
     that MLXSPEC_CONFIG_DIR names. You may edit the file; comments are kept.

@@ -123,7 +123,7 @@ def _folder(variable: str, default: str) -> str:
 )
 @option(
     "--context-length N",
-    "Tell the client that the models' context is N tokens.  [default: the full length]",
+    "The context length to write into the client's settings.  [default: the model's]",
     type=COUNT,
     group="Server",
 )

@@ -104,9 +104,9 @@ def generate_command(*, prompts: str | None, concurrency: int, **options: Any) -
     results before it have been. If a line cannot be answered, its result has an "error", the other
     lines are answered, and the exit status is 1.
 
-    Standard input is read if it is a pipe, or a file that has not been read from yet. A pipe that
-    stays open and empty is ignored after 10 seconds. If your script reads its own standard input
-    from a pipe, run "mlxspec generate ... < /dev/null" in it.
+    Standard input is read if it is a pipe, or a file that has not been read from yet. If PROMPT is
+    given, a pipe that stays open and empty is ignored after 10 seconds. If your script reads its
+    own standard input from a pipe, run "mlxspec generate ... < /dev/null" in it.
 
     Only the text goes to standard output: unchanged in a file or a pipe, with control characters
     made visible at a terminal. Figures, notes and errors go to standard error.

@@ -165,7 +165,7 @@ class ServeOptions:
     memory_limit: int | None = option_field(
         "--memory-limit SIZE",
         "The most memory for all models and their caches, such as 12G. Requests wait until their "
-        "caches fit.  [default: what the machine has]",
+        "caches fit.  [default: what MLX recommends for the GPU; on a CPU, all memory]",
         type=_size,
         group="Memory",
     )

@@ -308,7 +308,8 @@ HEAD = (
 NO_HEAD = "--no-head", "Do not use the trained head that comes with the model."
 NO_SAVED_ANSWERS = (
     "--no-saved-answers",
-    "Neither draft from nor add to the answers that 'mlxspec memory on' keeps.",
+    "Ignore the answers that 'mlxspec memory on' keeps and what was learned from drafts; keep "
+    "nothing new.",
 )
 
 
