@@ -65,6 +65,10 @@ def test_every_backend_gives_the_same_sample_but_mlx_lm(endless: tuple) -> None:
     sampling = SamplingParams(temp=1.5, seed=3)
     (measured,) = measured_with(endless, *names, sampling=sampling)
     assert all(differences == [] for differences in measured.differences.values())
+    decoder, messages = Decoder(*endless), [*QUESTION.messages]
+    sampled = [response.token for response in decoder.stream(messages, 12, sampling=sampling)]
+    assert list(measured.runs[PLAIN][0].tokens) == sampled
+    assert sampled != [response.token for response in decoder.stream(messages, 12)]
 
 
 def test_lookup_s_steps_are_reported(endless: tuple) -> None:

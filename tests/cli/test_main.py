@@ -173,7 +173,6 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(main, [*words])
 
 
-@pytest.mark.slow
 def test_help_waits_for_no_heavy_import():
     heavy = {"mlx", "mlx_lm", "transformers", "numpy", "huggingface_hub", "jinja2"}
     commands = "from mlxspec.cli.main import main; [main.get_command(None, n) for n in COMMANDS]"

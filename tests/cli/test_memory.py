@@ -377,7 +377,7 @@ def test_show_says_what_is_kept_and_what_it_earned(home: Path):
     (kept,) = kept_answers(home)
     report = json.loads(said("show", "--json"))
     held = report["tokenizers"][0]
-    days = [datetime.now().date() - timedelta(days=3), datetime.now().date()]
+    days = [datetime.fromtimestamp(held[end]).date() for end in ("oldest", "newest")]
     assert report["on"] is False
     assert (held["texts"], held["tokens"]) == (2, len(first) + len(second))
     indexed = sum(file.stat().st_size for file in home.glob("*.index"))

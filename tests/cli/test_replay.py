@@ -158,8 +158,6 @@ def test_several_outputs_at_once_are_set_against_batching_and_drafting(traces: P
     assert all(report[key] == value for key, value in report["comparison"][0].items())
     assert report["completions"] == 2
     assert report["plain_batching"] == pytest.approx(1)
-    for one in report["comparison"]:
-        assert one["speedup"] == pytest.approx(one["over_plain_batching"] * one["plain_batching"])
     fast = report["comparison"][2]
     assert fast["speedup"] > max(fast["plain_batching"], fast["one_at_a_time"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -24,7 +25,15 @@ from click.testing import CliRunner, Result
 from mlxspec import PromptLookupDecoder, load
 from mlxspec.cli.chat import chat_command
 from mlxspec.cli.common.generation import DraftingOptions, GenerationSettings
-from mlxspec.cli.serve import ServeOptions, _hosts, _Loader, _locked, serve_command
+from mlxspec.cli.serve import (
+    ServeOptions,
+    _duration,
+    _hosts,
+    _Loader,
+    _locked,
+    _size,
+    serve_command,
+)
 from mlxspec.engine.params import CacheOptions, SamplingParams
 from mlxspec.errors import OptionError
 from tests.support.adapters import write_adapters
@@ -307,6 +316,13 @@ def test_a_model_that_has_left_the_disk_is_not_looked_for_on_the_hub(
     assert capsys.readouterr().err.count("models/broken is skipped: ") == 1
     assert found.path == str(tmp_path / "models" / "one")  # "models/one" may be a repository
     assert {"one", "models/one"} <= {found.name, *found.others}
+
+
+def test_sizes_and_times_are_read_as_they_are_written() -> None:
+    sizes = {"512M": 512 << 20, "8G": 8 << 30, "1.5 GiB": 3 << 29, "100kb": 102_400, "7": 7}
+    assert {text: _size(text) for text in sizes} == sizes
+    times = {"30s": 30, "10m": 600, "2h": 7200, "1d": 86400, "0": 0, "-1": math.inf}
+    assert {text: _duration(text) for text in times} == times
 
 
 def test_a_named_model_is_unloaded_only_with_keep_alive(endless: Path) -> None:

@@ -107,8 +107,9 @@ def test_numbers_and_ids_of_any_kind_are_python_s() -> None:
     assert kinds == [float, int, float]
 
 
-@pytest.mark.parametrize("temp", [0.6, 1.0, 1.7])
+@pytest.mark.nightly(keep=len(FILTERS))
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("temp", [0.6, 1.0, 1.7])
 def test_choices_follow_the_exact_distribution(temp: float, filters: dict) -> None:
     params = SamplingParams(temp=temp, seed=3, **filters)
     logits = np.random.default_rng(1).normal(0, 1.5, 12).astype(np.float32)

@@ -127,7 +127,7 @@ def test_null_is_absent() -> None:
         logprobs top_logprobs stream stream_options user metadata store service_tier tools
         tool_choice parallel_tool_calls prediction chat_template_kwargs reasoning_effort
         response_format audio modalities functions function_call web_search_options model mlxspec
-        prompt_cache_key verbosity"""
+        prompt_cache_key verbosity presence_penalty frequency_penalty"""
     assert effect(chat(**dict.fromkeys(names.split()))) == effect(chat())
     names = "suffix echo best_of logprobs n stop seed"
     assert effect(completion(**dict.fromkeys(names.split()))) == effect(completion())

@@ -198,22 +198,6 @@ def test_an_answer_is_gone_on_with(client: OpenAI) -> None:
     assert said(client, messages=messages) == text_alone(prompt, 24)
 
 
-def test_developers_speak_as_the_system(client: OpenAI) -> None:
-    messages = [{"role": "developer", "content": "Be brief."}, *HELLO]
-    as_system = [{"role": "system", "content": "Be brief."}, *HELLO]
-    assert said(client, messages=messages) == answer_alone(as_system)
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello there"}]}]
-    assert said(client, messages=parts) == answer_alone()
-
-
-def test_null_is_absent(client: OpenAI) -> None:
-    names = """temperature top_p n stop seed logit_bias logprobs top_logprobs presence_penalty
-        frequency_penalty tools tool_choice stream_options user metadata response_format prediction
-        max_completion_tokens parallel_tool_calls reasoning_effort store service_tier functions"""
-    nulls = dict.fromkeys(names.split())
-    assert said(client, extra_body=nulls) == answer_alone()
-
-
 def test_a_right_prediction_is_accepted_and_changes_nothing(client: OpenAI) -> None:
     fields = {"temperature": 1.0, "seed": 8, "max_tokens": 60}
     expected = answer_alone(max_tokens=60, temp=1.0, seed=8)
@@ -342,6 +326,32 @@ def test_the_server_reports_its_state(server: Running, client: OpenAI) -> None:
         assert f"mlxspec_generated_tokens_total {generated:.1f}" in metrics
         (share,) = re.findall(r"^mlxspec_planning_share (\S+)$", metrics, re.MULTILINE)
         assert 0 < float(share) < 1
+        page = http.get("/")
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert page.headers["x-content-type-options"] == "nosniff"
+
+
+def test_what_is_counted_is_what_clients_were_told() -> None:
+    names = ("prompt_tokens", "cached_tokens", "generated_tokens", "first_token_seconds_count")
+    with running_server() as server, httpx.Client(base_url=server.address) as http:
+        client = server.client()
+        usages = [chat(client, max_tokens=length).usage for length in (5, 7, 5)]
+        metrics = http.get("/metrics").text
+    told = [
+        sum(usage.prompt_tokens for usage in usages if usage),
+        sum(
+            u.prompt_tokens_details.cached_tokens or 0
+            for u in usages
+            if u and u.prompt_tokens_details
+        ),
+        5 + 7 + 5,
+        3,
+    ]
+    assert told[1] > 0
+    for name, count in zip(names, told, strict=True):
+        total = name if name.endswith("_count") else f"{name}_total"
+        assert f"\nmlxspec_{total} {count:.1f}\n" in metrics
+    assert '\nmlxspec_generations_total{outcome="length"} 3.0\n' in metrics
 
 
 # --- errors ---

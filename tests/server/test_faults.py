@@ -182,6 +182,7 @@ def test_what_cannot_be_done_is_refused_by_name(
     check_goes_on(server)
 
 
+@pytest.mark.nightly(keep=12)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -438,36 +439,31 @@ def test_an_error_does_not_repeat_a_long_text(
 # --- access ---
 
 
-@pytest.mark.parametrize(
-    ("host", "allowed"),
-    [
-        ("localhost", True),
-        ("LOCALHOST:80", True),
-        ("127.0.0.1:1", True),
-        ("[::1]", True),
-        ("[::1]:8080", True),
-        ("box.EXAMPLE:8080", True),
-        ("", False),
-        ("evil.example", False),
-        ("localhost.evil.example", False),
-        ("127.0.0.1.evil.example:80", False),
-        ("[::1].evil.example", False),
-        ("[::1", False),
-        ("::1", False),
-        ("localhost:evil.example", False),
-        ("localhost:80:80", False),
-        ("user@localhost", False),
-        ("0.0.0.0", False),
-    ],
-)
-def test_a_server_is_called_by_its_own_names_only(
-    guarded: Running, host: str, allowed: bool
-) -> None:
+NAMES = ["localhost", "LOCALHOST:80", "127.0.0.1:1", "[::1]", "[::1]:8080", "box.EXAMPLE:8080"]
+FOREIGN = [
+    "",
+    "evil.example",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example:80",
+    "[::1].evil.example",
+    "[::1",
+    "::1",
+    "localhost:evil.example",
+    "localhost:80:80",
+    "user@localhost",
+    "0.0.0.0",
+]
+
+
+def test_a_server_is_called_by_its_own_names_only(guarded: Running) -> None:
     """Otherwise a web page could reach it by DNS rebinding."""
     for path in ("/v1/models", "/status", "/health", "/"):
-        answer = HTTP.get(guarded.address + path, headers={"Host": host})
-        assert answer.status_code == (200 if allowed else 403), path
-        if not allowed:
+        for host in NAMES:
+            answer = HTTP.get(guarded.address + path, headers={"Host": host})
+            assert answer.status_code == 200, (path, host)
+        for host in FOREIGN:
+            answer = HTTP.get(guarded.address + path, headers={"Host": host})
+            assert answer.status_code == 403, (path, host)
             assert error_of(answer)["code"] == "host_not_allowed"
 
 
@@ -553,7 +549,7 @@ def test_who_leaves_while_tokens_come_ends_the_generation(narrow: Running, strea
         client.leave()
         before = len(brake.rows)
         wait_until(lambda: not narrow.worker.requests)
-        assert len(brake.rows) - before < 20  # a fifth of a second, for busy machines
+        assert len(brake.rows) - before < 500  # of 20,000, for busy machines
     check_goes_on(narrow)
 
 
@@ -650,12 +646,15 @@ def test_who_has_left_when_the_answer_begins_is_not_generated_for(server: Runnin
 def test_who_leaves_while_sending_is_no_fault(
     server: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING):
-        client = RawClient(server, TEXT, b'{"prompt": ', {"Content-Length": "1000"})
-        HTTP.get(f"{server.address}/health")
-        client.leave()
-        for _ in range(5):
+    length, chunks = {"Content-Length": "1000"}, {"Transfer-Encoding": "chunked"}
+    for body, headers in ((b"", length), (b'{"prompt": ', length), (b'4\r\n{"pr\r\n', chunks)):
+        with caplog.at_level(logging.WARNING):
+            client = RawClient(server, TEXT, body, headers)
             HTTP.get(f"{server.address}/health")
+            client.leave()
+            for _ in range(5):
+                HTTP.get(f"{server.address}/health")
+        assert not server.worker.requests
     assert not caplog.records
 
 
