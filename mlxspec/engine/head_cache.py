@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from ..models.heads import Head
 from ..models.heads.blocks import DFlash
@@ -83,42 +82,6 @@ class HeadCache:
         """All arrays that the state holds."""
         unseen = (array for rows in self._unseen for array in (rows.tokens, *rows.states))
         return [*held_arrays(self.caches), *unseen]
-
-    @property
-    def to_save(self) -> list[mx.array]:
-        """The arrays to save in a file: the entries' positions, then each cache's keys and
-        values.
-        """
-        if not self._positions:
-            return []
-        count = len(self._positions)
-        return [
-            mx.array(self._positions),
-            *(array[:, :, :count] for array in held_arrays(self.caches)),
-        ]
-
-    def resume(self, saved: Sequence[mx.array], length: int) -> None:
-        """Continue after ``length`` positions.
-
-        Args:
-            saved: the arrays of a file; they are ignored if another head made them.
-            length: the number of positions that the target's caches hold.
-        """
-        self._seen = length
-        if not saved:
-            return
-        sample = HeadCache(self._head, self._hidden, 0)
-        sample.append(mx.zeros(1, mx.int32), mx.zeros((1, self._head.width)))
-        shapes = [array.shape for array in held_arrays(sample.caches)]
-        places = cast(list[int], saved[0].tolist()) if saved[0].ndim == 1 else []
-        fitting = [(*shape[:2], len(places), *shape[3:]) for shape in shapes]
-        rising = sorted({place for place in places if 0 <= place < length})
-        if places and rising == places and fitting == [array.shape for array in saved[1:]]:
-            self._positions = places
-            pairs = zip(saved[1::2], saved[2::2], strict=True)
-            # Slices, since a cache may write into its own arrays.
-            layers = [(keys[:], values[:], len(places)) for keys, values in pairs]
-            self.caches = [for_steps(KVCache.from_state(layer)) for layer in layers]
 
     @property
     def behind(self) -> int:

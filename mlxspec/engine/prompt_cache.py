@@ -2,9 +2,7 @@
 
 A file is a safetensors file in mlx-lm's format, with the states of a list of caches, and metadata.
 mlxspec's files also list the tokens that the caches hold, so that later generations can draft from
-these tokens. A session's file ends with the state of a trained head. mlx-lm ignores it, since it
-reads only as many states as the metadata names classes. mlxspec and mlx-lm can read each other's
-files.
+these tokens. mlxspec and mlx-lm can read each other's files.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, cast, overload
+from typing import Any, Literal, cast, overload
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -161,7 +159,6 @@ def save_prompt_cache(
     metadata: Mapping[str, str] | None = None,
     *,
     tokens: Sequence[int] = (),
-    head: Sequence[mx.array] = (),
 ) -> None:
     """Save a prompt cache for :func:`load_prompt_cache` and for mlx-lm.
 
@@ -173,7 +170,6 @@ def save_prompt_cache(
         metadata: strings for whoever reads the file. ``mlx_lm.generate`` expects "model", the
             model's directory or repository, and "tokenizer_config", a JSON object.
         tokens: the tokens that the cache holds, which later generations can draft from.
-        head: a trained head's state for these tokens, from :attr:`.HeadCache.to_save`.
 
     Raises:
         FileError: the file cannot be written; an existing one is unchanged.
@@ -186,7 +182,7 @@ def save_prompt_cache(
         held[_TOKENS] = json.dumps(list(tokens))
     try:
         with replaced(path) as file:
-            _write(file, cache, held, head)
+            mlx_lm_caches.save_prompt_cache(cast(Any, file), [*cache], held)
     except RuntimeError as error:  # MLX's
         reason = " ".join(str(error).split())[:150]
         raise FileError(f"{path}: cannot be written ({reason}); try again") from error
@@ -200,20 +196,6 @@ def check_savable(cache: Sequence[Any]) -> None:
                 f"the model's cache ({type(part).__name__}) cannot be kept in a file, since mlx-lm "
                 "could not read it: process the prompt again instead"
             )
-
-
-def _write(file: BinaryIO, cache: Sequence[Any], metadata: Any, head: Sequence[mx.array]) -> None:
-    """Write the file that mlx-lm would write, but with the head's arrays after the states."""
-    values: dict[str, Any] = dict(tree_flatten([*(layer.state for layer in cache), [*head]]))
-    others: list[Any] = [""]  # values that are no arrays; not empty, since that is not saved
-    for name, value in values.items():
-        if not isinstance(value, mx.array):
-            kind = "none" if value is None else "string" if isinstance(value, str) else "scalar"
-            others.append((name, kind))
-            values[name] = mx.array([*map(ord, value)] if kind == "string" else value or 0)
-    classes = [type(layer).__name__ for layer in cache]
-    described = dict(tree_flatten([metadata, classes, others]))
-    mx.save_safetensors(cast(Any, file), values, described)
 
 
 @overload
@@ -239,22 +221,10 @@ def load_prompt_cache(
     Raises:
         FileError: the file is missing, damaged, or not a prompt cache.
     """
-    cache, metadata, _ = read_prompt_cache(file_name)
-    return (cache, metadata) if return_metadata else cache
-
-
-def read_prompt_cache(
-    file_name: str | os.PathLike[str],
-) -> tuple[list[Any], dict[str, str], list[mx.array]]:
-    """A file's caches, its metadata, and a trained head's state, or [] if it has none."""
     with _read_errors(Path(file_name)):
         cache, metadata = mlx_lm_caches.load_prompt_cache(str(file_name), return_metadata=True)
-        arrays, after = cast(dict[str, mx.array], mx.load(str(file_name))), f"{len(cache)}."
-        head = [
-            arrays[f"{after}{n}"] for n in range(sum(name.startswith(after) for name in arrays))
-        ]
-        mx.eval([part.state for part in cache], head)
-    return cache, metadata or {}, head  # mlx-lm returns "" for no metadata
+        mx.eval([part.state for part in cache])
+    return (cache, metadata or {}) if return_metadata else cache  # mlx-lm's "" is no metadata
 
 
 def read_prompt_cache_metadata(path: Path) -> dict[str, str]:

@@ -27,7 +27,7 @@ from ..engine.params import CacheOptions
 from ..engine.prompt_cache import (
     as_mlx_lms,
     check_fits,
-    read_prompt_cache,
+    load_prompt_cache,
     save_prompt_cache,
     tokens_in,
 )
@@ -82,7 +82,6 @@ class Session:
         """mlx-lm's caches, until the first generation turns them into a target."""
         self._tokens = list(tokens)
         self._target: Target | None = None
-        self._head: list[mx.array] = []  # a trained head's state from a file
         self._lent: tuple[Target, Sequence[int]] | None = None
         """The target and the prompt of the generation that is using the session, if any."""
         self._in_use = threading.Lock()
@@ -96,16 +95,14 @@ class Session:
                 tokens. For such a file, pass the result of :func:`mlxspec.load_prompt_cache` as
                 ``prompt_cache`` instead.
         """
-        cache, metadata, head = read_prompt_cache(file_name)
+        cache, metadata = load_prompt_cache(file_name, return_metadata=True)
         tokens = tokens_in(metadata, cache)
         if not tokens:
             raise FileError(
                 f"{file_name} does not list its cache's tokens: load it with load_prompt_cache and "
                 "pass it as prompt_cache"
             )
-        session = cls(cache, tokens)
-        session._head = head
-        return session
+        return cls(cache, tokens)
 
     def reusable_prefix(self, length: int) -> int:
         """How many of the first ``length`` tokens another session can begin with.
@@ -157,7 +154,7 @@ class Session:
     def nbytes(self) -> int:
         """The bytes of MLX arrays that the session keeps between two generations."""
         target = self._target
-        held = target.all_arrays if target else [*held_arrays(parts(self._given)), *self._head]
+        held = target.all_arrays if target else held_arrays(parts(self._given))
         return sum(array.nbytes for array in {id(array): array for array in held}.values())
 
     def save(
@@ -179,8 +176,7 @@ class Session:
                 raise OptionError("session cannot be saved: its model is split over machines")
             with mx.stream(generation_stream):
                 cache = [as_mlx_lms(layer) for layer in target.cache] if target else self._given
-                head = target.head.to_save if target and target.head else self._head
-                save_prompt_cache(file_name, cache, metadata, tokens=self._tokens, head=head)
+                save_prompt_cache(file_name, cache, metadata, tokens=self._tokens)
         finally:
             self._in_use.release()
 
@@ -244,9 +240,6 @@ class Session:
             able = capability_with(given, capability)
             target = target_for(loaded, able, options, given, MARKS)
             target.begin_at(len(tokens))
-            if target.head:
-                target.head.resume(self._head, len(tokens))
-            self._head = []
         if target and _serves(target, loaded, capability, options):
             # The prompt's last token belongs to the first step.
             common = min(common_length(tokens, [*prompt]), len(prompt) - 1)

@@ -6,7 +6,6 @@ import copy
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,8 +13,6 @@ import mlx.nn as nn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import load_prompt_cache as mlx_lm_load
 
 from mlxspec.drafting.heads import HeadExperience
 from mlxspec.drafting.tree import DraftTree
@@ -24,12 +21,6 @@ from mlxspec.engine import heads as engine_heads
 from mlxspec.engine.capability import Capability
 from mlxspec.engine.head_cache import HeadCache
 from mlxspec.engine.heads import HeadDrafts, TrainedHead, attach_head
-from mlxspec.engine.prompt_cache import (
-    as_mlx_lms,
-    load_prompt_cache,
-    read_prompt_cache,
-    save_prompt_cache,
-)
 from mlxspec.engine.sampling import Perturb
 from mlxspec.engine.target import Target
 from mlxspec.errors import LoadError
@@ -357,58 +348,3 @@ def test_copies_do_not_write_into_each_other() -> None:
         head = trained("EAGLE-3")
         head.draft([drafts_of(head, forked, 9)], 3)
     assert [array.tolist() for array in target.head.arrays] == before
-
-
-# --- files ---
-
-
-@pytest.mark.parametrize("kind", ["EAGLE-3", pytest.param("MTP", marks=pytest.mark.slow), "DFlash"])
-def test_a_file_keeps_what_a_head_knows_and_mlx_lm_reads_it(kind: str, tmp_path: Path) -> None:
-    target, outputs = target_of(kind), []
-    target.prefill(PROMPT)
-    assert target.head
-    layers = [as_mlx_lms(layer) for layer in target.cache]
-    for name, head in (("with", target.head.to_save), ("without", [])):
-        path = tmp_path / f"{name}.safetensors"
-        save_prompt_cache(path, layers, {"model": "m"}, tokens=PROMPT, head=head)
-        loaded, metadata = mlx_lm_load(str(path), return_metadata=True)
-        assert (len(loaded), metadata["model"]) == (len(layers), "m")
-        for own in (loaded, load_prompt_cache(path)):
-            steps = generate_step(
-                mx.array([5]), trained(kind).model, max_tokens=9, prompt_cache=own
-            )
-            outputs.append([int(token) for token, _ in steps])
-    assert len(outputs[0]) == 9
-    assert outputs == [outputs[0]] * 4
-
-    again = target_of(kind, cache=layers)
-    assert again.head
-    again.head.resume(read_prompt_cache(tmp_path / "with.safetensors")[2], len(PROMPT))
-    assert again.head.length == len(PROMPT)
-    pairs = zip(again.head.to_save, target.head.to_save, strict=True)
-    assert all(mx.array_equal(one, other) for one, other in pairs)
-    assert target.head.to_save
-    assert read_prompt_cache(tmp_path / "without.safetensors")[2] == []
-
-
-OTHERS: dict[str, Callable[[mx.array, mx.array, mx.array], list[mx.array]]] = {
-    "nothing": lambda *_: [],
-    "positions that fall": lambda places, *states: [places[::-1], *states],
-    "positions beyond the context": lambda places, *states: [places + 9, *states],
-    "negative positions": lambda places, *states: [places - 1, *states],
-    "positions in two dimensions": lambda places, *states: [places[None], *states],
-    "fewer positions": lambda places, *states: [places[1:], *states],
-    "fewer heads": lambda places, keys, values: [places, keys[:, :1], values],
-    "narrower heads": lambda places, keys, values: [places, keys[..., :4], values[..., :4]],
-    "more layers": lambda places, keys, values: [places, keys, values, keys, values],
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-def test_what_another_head_has_kept_is_ignored(other: str) -> None:
-    target, fresh = target_of("EAGLE-3"), target_of("EAGLE-3")
-    target.prefill(PROMPT)
-    assert target.head
-    assert fresh.head
-    fresh.head.resume(OTHERS[other](*target.head.to_save), len(PROMPT))
-    assert (fresh.head.length, fresh.head.to_save) == (len(PROMPT), [])
