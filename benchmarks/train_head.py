@@ -53,7 +53,7 @@ from mlxspec.engine.heads import TrainedHead
 from mlxspec.engine.hidden import HiddenStates
 from mlxspec.engine.prompt_cache import digest_of_weights
 from mlxspec.models.heads.chains import Eagle3
-from mlxspec.models.heads.settings import target_config, text_of
+from mlxspec.models.heads.settings import args_of, text_of
 from mlxspec.models.model_files import find_directory
 
 _LENGTH = 256  # tokens of an example
@@ -665,7 +665,7 @@ def main() -> None:
         parser.error(f"{arguments.model} has no chat template: name a model that answers questions")
     folder = arguments.to or find_directory(arguments.model, None) / "head"
     weights, file = folder / "model.safetensors", folder / "config.json"
-    target = text_of(target_config(model))
+    target = text_of(vars(args_of(model)))
     config = settings(target)
     if arguments.show:
         config = json.loads(file.read_text())

@@ -43,6 +43,7 @@ from .generation.response import GenerationResponse, GenerationResult, Speculati
 from .generation.scheduler import Scheduler, responses
 from .models.model import load
 from .models.model_files import DEMO
+from .terminal import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -486,7 +487,7 @@ def _warned_if_it_fails() -> Iterator[None]:
             raise OptionError("the model is split over several machines: use mlxspec generate")
         yield
     except Exception as error:  # mlx-lm may support the model or argument that caused it
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error) or type(error).__name__
         kind = re.sub(r"\d+", "#", reason)
         if kind not in _warned:
             _warned.add(kind)

@@ -61,11 +61,6 @@ def check_writable(path: Path, remedy: str = _OTHER_FILE) -> None:
         raise FileError(f"{path}: cannot be written ({reason}); {remedy}")
 
 
-def is_special(path: Path) -> bool:
-    """Whether a path is a pipe, a socket or a device, whose reader could wait forever."""
-    return path.exists() and not (path.is_file() or path.is_dir())
-
-
 def is_ours_alone(path: Path) -> bool:
     """Whether this user owns a file or directory and no other user may write to it.
 

@@ -107,7 +107,6 @@ def cache_prompt_command(
 ADAPTERS_OF_FILE = "adapter_path"
 """The key of the adapters' directory in a file's metadata; the value is "" without adapters."""
 _WEIGHTS = "weights"  # the key of their digest, which mlx-lm's files lack
-_LONGEST_NAME = 200  # characters of a model's name to show
 _QUERY = "<query>"  # mlx-lm's placeholder, which no template contains
 
 
@@ -138,7 +137,7 @@ class CachedPrompt:
             recorded = metadata.get(key, given)
             if given == recorded or _place(given) == _place(recorded):
                 continue
-            made = one_line(recorded[:_LONGEST_NAME]) or "none"
+            made = one_line(recorded) or "none"
             self._otherwise = f"was made with --{key.replace('_', '-')} {made}: give the same here"
             may_be_a_copy = given and recorded and os.path.exists(_place(given))
             if not (self._weights and may_be_a_copy):

@@ -22,7 +22,8 @@ import click
 import platformdirs
 
 from ..errors import FileError, OptionError
-from ..files import SHARED, directory_in, is_special, replaced
+from ..files import SHARED, directory_in, replaced
+from ..terminal import one_line
 
 # --- the user's settings ---
 
@@ -172,10 +173,8 @@ class SettingsFile:
 
         Raises:
             OSError: it cannot be read.
-            FileError: it is a pipe or a device, or not UTF-8.
+            FileError: it is not UTF-8.
         """
-        if is_special(self.path):
-            raise FileError(f"{self.path}: a pipe, a socket or a device; remove it")
         try:
             return self.path.read_bytes().decode()
         except FileNotFoundError:
@@ -204,9 +203,8 @@ class SettingsFile:
             if not _holds(kind, new, wanted):
                 raise ValueError("the edit would change other settings")
         except (ValueError, RecursionError) as error:
-            reason = " ".join(str(error).split())
             raise FileError(
-                f"{self.path}: cannot be edited as {kind} ({reason}); change it by hand"
+                f"{self.path}: cannot be edited as {kind} ({one_line(error)}); change it by hand"
             ) from error
         return mark + new
 

@@ -28,7 +28,6 @@ from ..models.model_files import (
     no_such_model,
     read_config,
     read_json_object,
-    without_byte_order_marks,
 )
 from ..terminal import one_line
 from .original import load_original
@@ -160,8 +159,7 @@ _COPIED = (
 def _copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the tokenizer's files, or make ``tokenizer.json`` from SentencePiece's model.
 
-    Byte order marks are left out. mlx-lm's ``save`` would write the tokenizer as transformers does,
-    and copy Python files.
+    mlx-lm's ``save`` would write the tokenizer as transformers does, and copy Python files.
 
     Raises:
         LoadError: there is no tokenizer, a file is damaged or cannot be read, or its SentencePiece
@@ -172,13 +170,12 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     for path in itertools.chain.from_iterable(map(source.glob, (*_COPIED, "*.json"))):
         if path.is_file() and path.suffix != ".py" and not os.access(path, os.R_OK):
             raise LoadError(f"{path}: cannot be read; allow it")
-    with without_byte_order_marks(source) as plain:
-        for pattern in _COPIED:
-            for path in plain.glob(pattern):
-                if path.is_file() and path.suffix != ".py":
-                    if path.suffix == ".json":
-                        read_json_object(source / path.name)  # raises if it is damaged
-                    shutil.copyfile(path, target / path.name)
+    for pattern in _COPIED:
+        for path in source.glob(pattern):
+            if path.is_file() and path.suffix != ".py":
+                if path.suffix == ".json":
+                    read_json_object(path)  # raises if it is damaged
+                shutil.copyfile(path, target / path.name)
     if not any((source / name).is_file() for name in HUGGING_FACE_FILES):
         write_tokenizer(source, target)
 

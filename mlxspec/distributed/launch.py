@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from ..terminal import one_line
+
 
 def launched_rank() -> int | None:
     """The rank that ``mlx.launch`` gave this process; None without ``mlx.launch``."""
@@ -32,7 +34,7 @@ def end_with(line: str) -> NoReturn:
     An exception would not reach the main thread while it waits inside MLX for a rank that will
     never answer.
     """
-    os.write(2, f"{' '.join(line.split())}\n".encode(errors="replace"))
+    os.write(2, f"{one_line(line)}\n".encode(errors="replace"))
     os._exit(1)
 
 

@@ -29,6 +29,7 @@ from mlx_lm.models.cache import (
 
 from ..drafting.tree import DraftTree
 from ..errors import OptionError
+from ..terminal import one_line
 from .caches import TreeRows, TreeSteps, for_steps, is_trimmable, parts
 from .joint import Joint, JointMode
 from .model_sizes import context_length, crossings, named_positions, sparse_crossing
@@ -122,7 +123,7 @@ def check_quantization(model: nn.Module, options: CacheOptions) -> None:
     except (NotImplementedError, ValueError, TypeError, AttributeError) as error:
         raise OptionError(
             f"kv_bits {options.kv_bits} with kv_group_size {options.kv_group_size} does not suit "
-            f"this model's cache ({' '.join(str(error).split())[:150]}): leave out kv_bits, or "
+            f"this model's cache ({one_line(error)}): leave out kv_bits, or "
             "max_kv_size, or choose another kv_group_size"
         ) from error
 

@@ -19,14 +19,10 @@ from ..errors import OptionError
 from . import compiling_process
 from .params import ONE_LINE, Constraint
 
-# These are llguidance's defaults, with three exceptions: the size of a grammar (compile time grows
-# with the cube of the number of optional properties, and 2000 take a second), the number of the
-# automaton's states (one or two kilobytes each), and verbose errors, which would repeat the output.
+# Stricter than llguidance's defaults: the number of the automaton's states (one or two kilobytes
+# each), the size of a grammar (compile time grows with the cube of the number of optional
+# properties, and 2000 take a second), and verbose errors, which would repeat the output.
 _LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 1_000_000,  # some 20 ms
-    "step_lexer_fuel": 200_000,  # some 15 ms
-    "step_max_items": 50_000,
-    "max_items_in_row": 2000,
     "max_lexer_states": 50_000,
     "max_grammar_size": 20_000,
     "verbose_errors": False,

@@ -24,7 +24,7 @@ from ..errors import LoadError
 from ..models.heads import Head
 from ..models.heads.blocks import DFlash
 from ..models.heads.loading import LEFT_OUT
-from ..models.heads.settings import target_config, text_of
+from ..models.heads.settings import args_of, text_of
 from ..terminal import one_line
 from .caches import SlotKVCache, TreeKVCache, WindowKVCache
 from .head_cache import HeadCache
@@ -241,7 +241,7 @@ def _share(head: Head, model: nn.Module) -> None:
     """
     embedding, scale = _embedding_module(model)
     outputs = [module.lm_head for _, module in model.named_modules() if "lm_head" in module]
-    if not outputs and text_of(target_config(model)).get("tie_word_embeddings"):
+    if not outputs and text_of(vars(args_of(model))).get("tie_word_embeddings"):
         outputs = [embedding]
     if "lm_head" in head and outputs and _is_copy(head.lm_head, outputs[0]):
         del head["lm_head"]

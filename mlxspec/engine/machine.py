@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from ..drafting.cost_file import Identity
-from .model_sizes import settings_of
+from ..models.heads.settings import args_of
 
 if TYPE_CHECKING:
     from .loaded_model import LoadedModel
@@ -46,7 +46,7 @@ def model_identity(model: nn.Module) -> Identity:
     """
     weights = tree_flatten(model.parameters())
     digest = hashlib.sha256(type(model).__module__.encode())
-    digest.update(repr(settings_of(model)).encode())
+    digest.update(repr(args_of(model)).encode())
     for name, weight in sorted(weights):
         digest.update(f"{name} {weight.shape} {weight.dtype}\n".encode())
     parameters = get_total_parameters(model)

@@ -20,7 +20,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from .model_sizes import context_length, named_positions, settings_of, sparse_crossing
+from ..models.heads.settings import args_of
+from .model_sizes import context_length, named_positions, sparse_crossing
 from .sampling import restored_mlx_state
 
 _log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def miniature(model: nn.Module) -> nn.Module | None:
     Returns:
         None if there is none: the model's modules, caches or positions would differ.
     """
-    settings = settings_of(model)
+    settings = args_of(model)
     if not is_dataclass(settings):
         return None
     try:

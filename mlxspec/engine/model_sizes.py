@@ -24,6 +24,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from ..models.heads.settings import args_of
 from .caches import parts
 from .params import CacheOptions
 
@@ -51,7 +52,7 @@ def context_length(model: nn.Module) -> int | None:
 
     If RoPE scaling extends the trained context, this is the extended length.
     """
-    return stated_context_length(settings_of(model))
+    return stated_context_length(args_of(model))
 
 
 def stated_context_length(args: Any) -> int | None:
@@ -69,7 +70,7 @@ def named_positions(model: nn.Module) -> set[int]:
     They are lengths, the sizes of windows and chunks, the ends of scalings, and the start of sparse
     attention.
     """
-    numbers = _numbers(settings_of(model), lambda name: any(word in name for word in _WORDS))
+    numbers = _numbers(args_of(model), lambda name: any(word in name for word in _WORDS))
     numbers |= {context_length(model) or 0, sparse_crossing(model) or 0}
     return {number for number in numbers if number in _NUMBERS}
 
@@ -88,7 +89,7 @@ def sparse_crossing(model: nn.Module) -> int | None:
     It is a multiple of the size of the attention's blocks, unless that would be very long.
     """
     numbers = _numbers(
-        settings_of(model),
+        args_of(model),
         lambda name: ("sparse" in name or "index" in name) and ("block" in name or "topk" in name),
     )
     product = math.prod(numbers)
@@ -125,10 +126,6 @@ def _numbers(settings: Any, wanted: Callable[[str], bool]) -> set[int]:
         elif wanted(name) and (number := _number(value)):
             numbers.add(int(number))
     return numbers
-
-
-def settings_of(model: nn.Module) -> Any:
-    return getattr(model, "args", None) or getattr(model, "config", None)
 
 
 def _setting(settings: Any, name: str) -> Any:

@@ -34,6 +34,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import FileError, OptionError
 from ..files import check_writable, replaced
+from ..terminal import one_line
 from .caches import TreeKVCache, TreeQuantizedKVCache, WindowKVCache, cached_length, parts
 from .capability import capability_with
 from .loaded_model import LoadedModel
@@ -184,8 +185,7 @@ def save_prompt_cache(
         with replaced(path) as file:
             mlx_lm_caches.save_prompt_cache(cast(Any, file), [*cache], held)
     except RuntimeError as error:  # MLX's
-        reason = " ".join(str(error).split())[:150]
-        raise FileError(f"{path}: cannot be written ({reason}); try again") from error
+        raise FileError(f"{path}: cannot be written ({one_line(error)}); try again") from error
 
 
 def check_savable(cache: Sequence[Any]) -> None:

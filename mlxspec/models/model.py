@@ -29,7 +29,6 @@ from .model_files import (
     local_path,
     read_config,
     read_json_object,
-    without_byte_order_marks,
 )
 
 _log = logging.getLogger(__name__)
@@ -139,8 +138,7 @@ def load_lazily(
 
     check_weights(directory)
     try:
-        with without_byte_order_marks(directory) as plain:
-            model, config = load_model(plain, lazy=True, model_config=changes or {})
+        model, config = load_model(directory, lazy=True, model_config=changes or {})
         check_scales(model)
         _try(model)
     except LoadError as error:
@@ -233,8 +231,7 @@ def _with_adapters(model: nn.Module, directory: Path) -> nn.Module:
     from mlx_lm.utils import load_adapters
 
     try:
-        with without_byte_order_marks(directory) as plain:
-            model = load_adapters(model, str(plain))
+        model = load_adapters(model, str(directory))
         given = cast(dict[str, mx.array], mx.load(str(directory / "adapters.safetensors")))
         # mlx-lm leaves these at their first values: zeros for lora_b, so that nothing is adapted.
         for name, _ in tree_flatten(model.parameters()):

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-from codecs import BOM_UTF8
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import LoadError, printable
-from ..files import is_special
 from ..terminal import one_line
 
 if TYPE_CHECKING:
@@ -196,9 +193,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     Raises:
         LoadError: the file cannot be read, or has other content.
     """
-    check_not_special(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise LoadError(f"{path}: cannot be read ({error.strerror or error})") from error
     except (ValueError, RecursionError) as error:
@@ -206,38 +202,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise LoadError(f"{path}: not a JSON object")
     return content
-
-
-@contextmanager
-def without_byte_order_marks(directory: Path) -> Iterator[Path]:
-    """Yield a directory whose settings have no byte order marks, which some editors write.
-
-    mlx-lm and transformers refuse them, or make them part of a chat template. If there are none,
-    it is the directory itself; otherwise one with links to its files, which exists until the end of
-    the ``with`` block.
-    """
-    marked = []
-    for path in (*directory.glob("*.json"), *directory.glob("*.jinja")):
-        if path.is_file():
-            with path.open("rb") as file:
-                marked += [path] if file.read(len(BOM_UTF8)) == BOM_UTF8 else []
-    if not marked:
-        yield directory
-        return
-    with TemporaryDirectory() as plain:
-        for path in directory.iterdir():
-            copy = Path(plain, path.name)
-            if path in marked:
-                copy.write_bytes(path.read_bytes().removeprefix(BOM_UTF8))
-            else:
-                copy.symlink_to(path.resolve())
-        yield Path(plain)
-
-
-def check_not_special(path: Path) -> None:
-    """Raise LoadError for a pipe, a socket or a device."""
-    if is_special(path):
-        raise LoadError(f"{path}: a pipe, a socket or a device; remove it")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -254,8 +218,6 @@ def read_config(directory: Path) -> dict[str, Any]:
                 "(merge_and_unload)"
             )
         raise LoadError(f"{directory}: no config.json; {_USE_MLX}")
-    for path in directory.iterdir():
-        check_not_special(path)
     config = read_json_object(directory / "config.json")
     if config.get("model_file") is not None:
         raise LoadError(
@@ -305,7 +267,6 @@ def check_weights_file(path: Path) -> dict[str, mx.array]:
     import mlx.core as mx
     from safetensors import SafetensorError, safe_open
 
-    check_not_special(path)
     try:
         with safe_open(path, "np"):  # unlike MLX, checks the header and the length
             return cast("dict[str, mx.array]", mx.load(str(path)))

@@ -44,7 +44,6 @@ from .model_files import (
     find_directory,
     local_path,
     read_json_object,
-    without_byte_order_marks,
 )
 from .sentencepiece_tokenizer import build_tokenizer
 
@@ -108,8 +107,7 @@ def load_tokenizer(
     """
     with _errors_named(directory):
         if any((directory / name).is_file() for name in HUGGING_FACE_FILES):
-            with without_byte_order_marks(directory) as plain:
-                wrapper = _load(plain, eos_token_ids, settings or {})
+            wrapper = _load(directory, eos_token_ids, settings or {})
         else:
             with TemporaryDirectory() as written:
                 write_tokenizer(directory, Path(written))

@@ -50,7 +50,6 @@ class Entry:
             loaded, even when another model needs the room.
         served: the loaded model; None while it is not loaded.
         state: "loaded", "loading", "unloading" or "not-loaded".
-        read: the bytes of weights that have been read so far.
         used: when it was last used, by the catalog's clock.
     """
 
@@ -62,7 +61,6 @@ class Entry:
     keep_alive: float | None = KEEP_ALIVE
     served: ServedModel | None = field(default=None, repr=False)
     state: str = "not-loaded"
-    read: int = 0
     used: float = 0.0
     users: int = 0
     """The number of requests that use the loaded model."""
@@ -79,16 +77,6 @@ class Entry:
     def is_unused(self) -> bool:
         """Whether it is neither loaded nor to be loaded."""
         return self.state == "not-loaded" and not self.waiting and not self.loading
-
-    def figures(self, now: float) -> dict[str, Any]:
-        """The model's state, as JSON."""
-        return {
-            "name": self.name,
-            "state": self.state,
-            "weight_bytes": self.nbytes,
-            "read_bytes": self.read if self.state == "loading" else None,
-            "idle_seconds": now - self.used if self.served and not self.users else None,
-        }
 
 
 class ModelLoader(Protocol):
@@ -157,10 +145,6 @@ class Catalog:
     def entries(self) -> list[Entry]:
         """All models, those loaded at the start first."""
         return [*self._entries.values()]
-
-    def figures(self) -> list[dict[str, Any]]:
-        """The state of each model, as JSON."""
-        return [entry.figures(self.clock()) for entry in self.entries]
 
     async def start(self) -> None:
         """Load the initial models.
@@ -429,9 +413,8 @@ class Catalog:
         def on_read(nbytes: int) -> None:
             if self.ending:
                 raise ApiError("the server is shutting down", status=503)
-            entry.read += nbytes
 
-        entry.state, entry.read = "loading", 0
+        entry.state = "loading"
         served = self.loader.load(entry, on_read)
         on_read(0)  # the server may be shutting down
         self.worker.call(self.worker.open, served).result()

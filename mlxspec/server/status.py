@@ -84,7 +84,7 @@ def status_of(catalog: Catalog) -> dict[str, Any]:
             }
             for served in worker.models.values()
         ],
-        "available": catalog.figures(),
+        "available": [{"name": entry.name, "state": entry.state} for entry in catalog.entries],
         "memory": {
             "active": mx.get_active_memory(),
             "cache": mx.get_cache_memory(),

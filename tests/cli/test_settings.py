@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 from difflib import unified_diff
 from pathlib import Path
@@ -289,10 +288,6 @@ def test_only_text_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "z.json").symlink_to(tmp_path / "z.json")
     with pytest.raises(OSError, match=r"z\.json"):
         SettingsFile(tmp_path / "z.json", OURS).read()
-    os.mkfifo(tmp_path / "p.json")
-    for special in (tmp_path / "p.json", Path("/dev/zero")):
-        with pytest.raises(FileError, match="a pipe, a socket or a device"):
-            SettingsFile(special, OURS).read()
     with pytest.raises(FileError, match="cannot be edited as JSON"):
         SettingsFile(tmp_path / "deep.json", OURS).merged("[" * 5000 + "]" * 5000)
     (tmp_path / "file").write_text("")

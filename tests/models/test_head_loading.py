@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlxspec.errors import LoadError
 from mlxspec.models.heads import Head, loading
 from mlxspec.models.heads.loading import find_head, head_directory, own_head
-from mlxspec.models.heads.settings import target_config
+from mlxspec.models.heads.settings import args_of
 from mlxspec.models.model import load
 from tests.support.head_files import (
     EAGLE_3,
@@ -192,7 +192,7 @@ def test_a_head_for_a_model_whose_text_settings_are_an_object(tmp_path: Path) ->
     """As Llama 4's; and the models of PLaMo and Youtu have a ``config`` in place of ``args``."""
     text = SimpleNamespace(**TARGET)
     model: Any = SimpleNamespace(config=SimpleNamespace(model_type="llama4", text_config=text))
-    head = load_head(write_head(tmp_path / "head", "EAGLE-3"), target_config(model))
+    head = load_head(write_head(tmp_path / "head", "EAGLE-3"), vars(args_of(model)))
     assert_has(head, random_weights("EAGLE-3"))
 
 

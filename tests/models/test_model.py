@@ -117,21 +117,6 @@ def test_half_precision_becomes_float32_on_the_cpu(
         assert mx.array_equal(logits(model, ids), logits(reference, ids))
 
 
-def test_settings_may_begin_with_a_byte_order_mark(write: Callable[..., Path]) -> None:
-    directory = write()
-    template = "{{ messages[0].content }}"
-    (directory / "chat_template.jinja").write_text(template)
-    reference, reference_tokenizer = mlx_lm.load(str(directory))
-    for path in (*directory.glob("*.json"), directory / "chat_template.jinja"):
-        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-    model, tokenizer = load(directory)
-    ids = encode_prompt(tokenizer, PROMPT)
-    assert ids == reference_tokenizer.encode(PROMPT)
-    assert mx.array_equal(logits(model, ids), logits(reference, ids))
-    assert tokenizer.chat_template == template
-    assert tokenizer.name_or_path == str(directory)
-
-
 def test_a_prompt_has_one_bos(write: Callable[..., Path]) -> None:
     _, tokenizer = load(write())
     ids = encode_prompt(tokenizer, "Hello")

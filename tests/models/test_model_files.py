@@ -36,19 +36,6 @@ def test_links_and_directories_among_the_files_are_as_good(model: Path) -> None:
     load(model)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["config.json", "model.safetensors", "tokenizer.json", "vocab.json", "chat_template.jinja"],
-)
-def test_a_pipe_among_the_files_is_named(model: Path, name: str) -> None:
-    (model / name).unlink(missing_ok=True)
-    os.mkfifo(model / name)
-    if name == "config.json":
-        assert "no config.json" in refused(model)
-    else:
-        assert f"{model / name}: a pipe, a socket or a device" in refused(model)
-
-
 def test_a_name_that_is_not_utf8_is_an_error(model: Path, tmp_path: Path) -> None:
     odd = shutil.copytree(model, tmp_path / os.fsdecode(b"m\xff"))
     refused(odd)

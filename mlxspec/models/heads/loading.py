@@ -31,7 +31,7 @@ from ..torch_file import read_torch_file
 from . import Head, named_kind, sizes_needed
 from .blocks import DFlash, DSpark
 from .chains import Eagle3, Gemma4Assistant, QwenMTP
-from .settings import Config, check_settings, settings_of, target_config, text_of
+from .settings import Config, args_of, check_settings, settings_of, text_of
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -224,13 +224,13 @@ def head_for(
     if isinstance(head, Head):
         return head
     if isinstance(head, str | Path):
-        return load_head(find_head(head_directory(head)), target_config(model))
+        return load_head(find_head(head_directory(head)), vars(args_of(model)))
     if head is False or directory is None:
         return None
     try:
         if (files := own_head(directory)) is None:
             return None
-        loaded = load_head(files, target_config(model))
+        loaded = load_head(files, vars(args_of(model)))
     except LoadError as error:
         _log.warning(LEFT_OUT, error)
         return None

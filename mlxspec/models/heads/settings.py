@@ -28,9 +28,9 @@ def text_of(config: Config) -> Config:
     return text if isinstance(text, dict) else text.__dict__  # of mlx-lm's settings object
 
 
-def target_config(model: nn.Module) -> Config:
-    """A model's settings, as in ``config.json``; a few models have a ``config`` and no ``args``."""
-    return vars(getattr(model, "args", None) or model.config)
+def args_of(model: nn.Module) -> Any:
+    """mlx-lm's settings object of a model; a few models have a ``config`` and no ``args``."""
+    return getattr(model, "args", None) or getattr(model, "config", None)
 
 
 def settings_of(config: Config) -> Config:
