@@ -84,6 +84,11 @@ class HeadCache:
         return [*held_arrays(self.caches), *unseen]
 
     @property
+    def noted(self) -> list[mx.array]:
+        """The arrays of the rows that :meth:`note` has noted and :meth:`keep` has yet to keep."""
+        return [self._noted.tokens, *self._noted.states] if self._noted else []
+
+    @property
     def behind(self) -> int:
         """The number of rows that the head has yet to see."""
         return self.length - self._seen

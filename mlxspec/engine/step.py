@@ -492,6 +492,7 @@ def dispatch(
     mx.async_eval(
         [forwards[sequence].arrays for sequence in chosen],
         held_arrays(cache for target, *_ in rows.values() for cache in parts(target.cache)),
+        [target.head.noted for target, *_ in rows.values() if target.head],
     )
     for sequence in chosen:
         if ahead:

@@ -376,6 +376,7 @@ class Target:
             maybe_quantize_kv_cache(quantized, 0, options.kv_group_size, options.kv_bits)
             self.use(quantized)
             self._quantizes_later = False
+            mx.async_eval(held_arrays(parts(quantized)))  # the next step may run in another thread
 
     def _is_before_quantization(self, length: int) -> bool:
         """Whether the caches are quantised now, but were not yet at that length."""

@@ -31,6 +31,7 @@ from tests.support.examples import LONG, examples
 from tests.support.harness import assert_same_output
 from tests.support.llamas import repetitive_llama
 from tests.support.schedulers import submit
+from tests.support.threads import each_in_a_new_thread
 
 TOKENS = 40 if LONG else 16
 TEMPERATURES = (0.0, 0.7, 1.3)
@@ -252,6 +253,16 @@ def test_a_head_goes_on_in_another_thread(kind: str) -> None:
         assert talk.context[: len(prompt)] == prompt
         assert talk.answer == n
     assert talk.trained.drafted > 0
+
+
+@pytest.mark.slow
+def test_each_step_may_run_in_another_thread(kind: str) -> None:
+    trained, (prompt,) = Instructed(kind, 0.5), prompts(1, 40)
+    expected = [r.token for r in plain_decoder(kind).stream(prompt, TOKENS)]
+    trained.contexts = [prompt + expected]
+    stream = decoder_of(trained).stream(prompt, TOKENS)
+    assert [response.token for response in each_in_a_new_thread(stream)] == expected
+    assert trained.drafted > 0
 
 
 @pytest.mark.slow

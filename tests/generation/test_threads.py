@@ -12,7 +12,7 @@ from mlxspec.drafting.costs import LiveCosts
 from tests.support.architectures import ARCHITECTURES
 from tests.support.demo import endless_tokenizer, stand_in_decoder
 from tests.support.drop_in import REPEAT
-from tests.support.threads import at_once
+from tests.support.threads import at_once, each_in_a_new_thread
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +59,16 @@ def test_a_model_can_generate_first_in_another_thread_than_it_was_made_in() -> N
         return [response.token for response in decoder.stream([7, 3, 9], 4)]
 
     assert len(at_once(answer)[0]) == 4
+
+
+@pytest.mark.parametrize("kind", [mlxspec.Decoder, mlxspec.AutoDecoder])
+def test_each_step_may_run_in_another_thread_even_if_the_cache_is_quantised(kind: type) -> None:
+    decoder, options = new_decoder(kind), {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 24}
+    prompt = decoder.tokenizer.encode(PROMPTS[3])
+    assert len(prompt) < 20
+    expected = [response.token for response in decoder.stream(prompt, 30, **options)]
+    stream = decoder.stream(prompt, 30, **options)
+    assert [response.token for response in each_in_a_new_thread(stream)] == expected
 
 
 def test_threads_that_come_first_measure_the_costs_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
-"""Run calls in concurrent threads that switch as often as possible."""
+"""Run calls in concurrent threads that switch as often as possible, or each in a new thread."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import TypeVar
@@ -26,3 +26,14 @@ def at_once(*calls: Callable[[], Result]) -> list[Result]:
             return list(pool.map(run, calls))
     finally:
         sys.setswitchinterval(interval)
+
+
+def each_in_a_new_thread(items: Iterator[Result]) -> Iterator[Result]:
+    """Yield the same items; each is made in a thread that then ends."""
+    end = object()
+    while True:
+        with ThreadPoolExecutor(1) as pool:
+            item = pool.submit(next, items, end).result()
+        if item is end:
+            return
+        yield item  # type: ignore[misc]
