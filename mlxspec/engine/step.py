@@ -408,7 +408,7 @@ def each(
 
 
 def joint_step(
-    sequences: abc.Sequence[Sequence], joint: Joint | None = None, others_join: bool = False
+    sequences: abc.Sequence[Sequence], joint: Joint | None = None, waits: bool = False
 ) -> list[VerifiedStep | Exception]:
     """Run one step of each sequence; all forwards are dispatched before the first result is read.
 
@@ -419,8 +419,9 @@ def joint_step(
     Args:
         sequences: sequences of one model, none of them finished.
         joint: runs the rows of all sequences in one forward; required for several sequences.
-        others_join: whether other sequences are about to join. The next step is then not dispatched
-            before they have, since two small forwards take longer than one.
+        waits: whether to dispatch the next step only after this one has ended: because other
+            sequences are about to join, and two small forwards take longer than one; or because
+            other forwards run in between, in whose time it would be counted.
 
     Returns:
         for each sequence, its step, or the exception of its drafter, processor, sampler or forward.
@@ -431,7 +432,7 @@ def joint_step(
     try:
         ready = each(Sequence.take_ahead, [sequence for sequence in proposed if sequence.ahead])
         running = [*ready, *dispatch(waiting, joint)]
-        if not others_join:
+        if not waits:
             dispatch_next(running, joint)
         accepted = each(Sequence.accept, running)
         move_accepted(accepted)
@@ -599,24 +600,24 @@ class Batch:
             self._planned(costs.end)
 
     def step(
-        self, sequences: abc.Sequence[Sequence], others_join: bool = False
+        self, sequences: abc.Sequence[Sequence], waits: bool = False
     ) -> list[VerifiedStep | Exception]:
         """Run one step of each sequence. The arguments and the result are as for
         :func:`joint_step`.
         """
         together = [s for s in sequences if self._joint and self._joint.takes(s.target)]
+        waits = waits or len(sequences) > max(1, len(together))
         outcomes: dict[Sequence, VerifiedStep | Exception] = {}
         if len(together) > 1:
-            steps = self._step_together(together, others_join)
+            steps = self._step_together(together, waits)
             outcomes = dict(zip(together, steps, strict=True))
         for sequence in sequences:
             if sequence not in outcomes:
-                joins = others_join and sequence in together
-                (outcomes[sequence],) = joint_step([sequence], others_join=joins)
+                (outcomes[sequence],) = joint_step([sequence], waits=waits)
         return [outcomes[sequence] for sequence in sequences]
 
     def _step_together(
-        self, sequences: abc.Sequence[Sequence], others_join: bool
+        self, sequences: abc.Sequence[Sequence], waits: bool
     ) -> list[VerifiedStep | Exception]:
         started = time.perf_counter()
         planners = {s: planner for s in sequences if (planner := s.planner) and not planner.failed}
@@ -626,7 +627,7 @@ class Batch:
         for (sequence, planner), plan in zip(planners.items(), plans, strict=True):
             planner.shared_plan = plan
             sequence.uncounted += plan.planning_seconds
-        outcomes = joint_step(sequences, self._joint, others_join)
+        outcomes = joint_step(sequences, self._joint, waits)
         steps = [outcome for outcome in outcomes if isinstance(outcome, VerifiedStep)]
         together = [step for step in steps if step.sequences == len(sequences)]
         if costs and len(together) == len(sequences):

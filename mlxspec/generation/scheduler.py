@@ -172,7 +172,7 @@ class Scheduler:
         hold_at_exit()
         self._prefill(hurried)
         if decoding := self._in(State.DECODE):
-            yield from self._step(decoding)
+            yield from self._step(decoding, hurried)
 
     def close(self, error: Exception | None = None) -> None:
         """End all requests."""
@@ -295,12 +295,12 @@ class Scheduler:
             return
         self._note_speed(max(0, done - before), started)
 
-    def _step(self, requests: list[Request]) -> Iterator[GenerationResponse]:
+    def _step(self, requests: list[Request], hurried: bool) -> Iterator[GenerationResponse]:
         """Run one step of requests whose prompts are done, and pass on its responses."""
         sequences = [request.sequence for request in requests if request.sequence]
         self.steps += 1
         started = time.perf_counter()
-        outcomes = self._batch.step(sequences, others_join=bool(self._in(State.PREFILL)))
+        outcomes = self._batch.step(sequences, waits=hurried or bool(self._in(State.PREFILL)))
         self._step_seconds = time.perf_counter() - started
         for request, sequence, outcome in zip(requests, sequences, outcomes, strict=True):
             if isinstance(outcome, VerifiedStep):

@@ -69,9 +69,9 @@ def test_several_at_once_share_steps_and_write_what_each_writes_alone(decoder: D
     together: list[int] = []
 
     class Watching(asynchronous.Scheduler):
-        def _step(self, requests: list[Any]) -> Any:
+        def _step(self, requests: list[Any], hurried: bool) -> Any:
             together.append(len(requests))
-            return super()._step(requests)
+            return super()._step(requests, hurried)
 
     async def main() -> list[list[int]]:
         return await asyncio.gather(*(collected(decoder, prompt) for prompt in PROMPTS))

@@ -154,6 +154,27 @@ def test_short_prompts_share_a_forward_where_the_model_allows(
     assert {(length, length) for length in (4, 8, 12, 16)} <= {*done}
 
 
+@pytest.mark.parametrize("kind", ["llama3", "llama4"])
+def test_no_step_is_timed_with_the_forward_of_another_sequence(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that take turns dispatch no forward ahead, which would run in another's step."""
+    scheduler, steps = Scheduler(small_decoder(kind)), list[VerifiedStep]()
+
+    def noted(request: Request, step: VerifiedStep, *others: float) -> None:
+        steps.append(step)
+        on_step(request, step, *others)
+
+    on_step = Request.on_step
+    monkeypatch.setattr(Request, "on_step", noted)
+    for length in (6, 18):
+        submit(scheduler, [7, 3, 9], Collected().add, length)
+    scheduler.run()
+    first, last = steps[:10], steps[12:]
+    assert [step.ahead for step in first] == [KINDS[kind] is JointMode.SPLIT] * 10
+    assert any(step.ahead for step in last)
+
+
 def test_prompts_that_are_long_together_run_one_after_the_other() -> None:
     decoder = small_decoder()
     prompts = [[(7 * i + n) % 64 for i in range(120)] for n in range(3)]
