@@ -93,6 +93,7 @@ class LiveCosts:
         self.calibrations, self.file, self._clock = calibrations, file, clock
         self.wants_long_context = self.tried_long_context = False
         self._next_save = clock()
+        self._original = self  # also of the copies for generations
         self._lock = threading.RLock()
         self._times = TimeFilter({context: known.times for context, known in calibrations.items()})
         self._of_sequences: dict[int, LiveCosts] = {}
@@ -127,11 +128,13 @@ class LiveCosts:
             return self._of_sequences[count].for_generation()
 
     def end(self) -> None:
-        """Save what a generation has learned, unless the last save is recent."""
+        """Save what a generation has learned, unless the last save of any is recent."""
+        costs = self._original
+        costs._context = self._context
         is_new = self._context >= LONG_CONTEXT > max(self.calibrations)
-        self.wants_long_context = is_new and not self.tried_long_context
-        if self.file and self._clock() >= self._next_save:
-            self._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
+        costs.wants_long_context |= is_new and not costs.tried_long_context
+        if self.file and self._clock() >= costs._next_save:
+            costs._next_save = self._clock() + _SECONDS_BETWEEN_SAVES
             self.file.update(self.known())
 
     def _begin_run(self) -> None:

@@ -120,15 +120,14 @@ class Decoder:
     def next_costs(self) -> LiveCosts:
         """The costs for a new generation.
 
-        It begins with the latest one's context length and time of the last save. If that one had a
-        long context, and steps after one have never been measured, they are measured first.
+        If an earlier one had a long context, and steps after one have never been measured, they are
+        measured first.
         """
         if self.costs.wants_long_context:
             with self._measuring:
                 if self.costs.wants_long_context:  # no other thread has measured meanwhile
                     self.costs = with_long_context(self.loaded, self.costs)
-        self.costs = self.costs.for_generation()
-        return self.costs
+        return self.costs.for_generation()
 
     @cached_property
     def experience(self) -> Experience:

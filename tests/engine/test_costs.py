@@ -202,6 +202,22 @@ def test_saving_waits_if_the_last_one_is_recent(llama: LoadedModel, file: CostFi
     assert kept_cost() == pytest.approx(4.0, rel=0.05)
 
 
+def test_generations_that_overlap_save_as_seldom_as_one(file: CostFile):
+    clock = Clock()
+    costs = LiveCosts({64: Calibration(TIMES, "quick")}, file, clock)
+    first, second = costs.for_generation(), costs.for_generation()
+    clock.now += 60
+    first.move_to(600)
+    first.end()
+    assert file.path.exists()
+    file.path.unlink()
+    third = costs.for_generation()
+    second.end()
+    third.end()
+    assert not file.path.exists()
+    assert costs.wants_long_context
+
+
 def test_steps_after_a_long_context_are_measured_once_a_generation_has_had_one(
     llama: LoadedModel, file: CostFile, monkeypatch: pytest.MonkeyPatch
 ):

@@ -63,7 +63,10 @@ def test_a_model_can_generate_first_in_another_thread_than_it_was_made_in() -> N
 
 @pytest.mark.parametrize("kind", [mlxspec.Decoder, mlxspec.AutoDecoder])
 def test_each_step_may_run_in_another_thread_even_if_the_cache_is_quantised(kind: type) -> None:
-    decoder, options = new_decoder(kind), {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 24}
+    decoder, options = (
+        new_decoder(kind),
+        {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 24},
+    )
     prompt = decoder.tokenizer.encode(PROMPTS[3])
     assert len(prompt) < 20
     expected = [response.token for response in decoder.stream(prompt, 30, **options)]
