@@ -211,10 +211,15 @@ async def astream(
     send = partial(_thread.send, stream, None)
     request: Request | None = None
 
+    def receive(response: GenerationResponse) -> None:
+        if stream.loop.is_closed():  # nobody can read it, or close this generator
+            raise RuntimeError("the generation's event loop is closed")
+        send(response)
+
     def begin() -> None:
         nonlocal request
         try:
-            request = new_request(options=options, receive=send)
+            request = new_request(options=options, receive=receive)
         except Exception as error:
             send(error)
             return
@@ -247,7 +252,8 @@ async def astream(
             _thread.call_scheduler(decoder, Scheduler.has_read, request, len(batch))
     finally:
         # The end may be in the batch that the consumer has left.
-        if not batch or isinstance(batch[-1], GenerationResponse):
+        left = not batch or isinstance(batch[-1], GenerationResponse)
+        if left and not stream.loop.is_closed():
             _thread.call(cancel)
             while isinstance((await stream.batches.get())[1][-1], GenerationResponse):
                 pass

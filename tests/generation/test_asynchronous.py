@@ -23,6 +23,7 @@ from mlxspec.drafting.drafter import NoDraft
 from mlxspec.generation import asynchronous, thread_end
 from mlxspec.generation.request import Request, State
 from mlxspec.generation.scheduler import Scheduler
+from tests.support.brake import wait_until
 from tests.support.demo import FLAT, demo, given_costs, stand_in_decoder
 from tests.support.drop_in import REPEAT
 
@@ -214,6 +215,18 @@ def test_the_end_of_one_is_not_the_end_of_another(decoder: Decoder) -> None:
         return await other
 
     assert asyncio.run(main()) == written(decoder, PROMPTS[1], 60)
+
+
+def test_one_ends_with_its_event_loop(decoder: Decoder) -> None:
+    def slow(tokens: mx.array, logits: mx.array) -> mx.array:
+        time.sleep(0.02)
+        return logits
+
+    loop = asyncio.new_event_loop()
+    responses = decoder.astream(REPEAT, 2000, logits_processors=[slow])
+    loop.run_until_complete(anext(responses))
+    loop.close()  # unlike asyncio.run, without closing the generator
+    wait_until(lambda: decoder not in asynchronous._thread.schedulers)
 
 
 @pytest.mark.slow
