@@ -338,7 +338,10 @@ class Request:
         try:
             with ExitStack() as ending:  # runs every callback, even if one fails
                 if self.lease:
-                    ending.callback(self.lease.give_back, self.prompt, self.context)
+                    # After an error of MLX, a session may hold arrays that were never computed.
+                    lost = isinstance(self.lease, Session) and isinstance(self.error, RuntimeError)
+                    kept = () if lost else self.context
+                    ending.callback(self.lease.give_back, self.prompt, kept)
                 if self.sequence:
                     ending.callback(self.sequence.close)
         finally:

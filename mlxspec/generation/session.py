@@ -249,12 +249,15 @@ class Session:
         return target_for(loaded, capability, options, marks=MARKS)
 
     def give_back(self, prompt: Sequence[int], context: Sequence[int]) -> None:
-        """Keep the part of an ended generation that its consumer has read."""
+        """Keep the part of an ended generation that its consumer has read; nothing if it is empty.
+        """
         if self._lent is None or self._lent[1] is not prompt:
             return
         (target, _), self._lent = self._lent, None
         try:
             with suppress(ValueError), mx.stream(generation_stream):
+                if not context:
+                    return
                 target.truncate(min(target.length, len(context)))
                 self._target, self._tokens = target, list(context[: target.length])
         finally:

@@ -229,6 +229,23 @@ def test_after_an_interrupt_the_next_turn_is_right(monkeypatch: pytest.MonkeyPat
     assert output == fresh_output(decoder.model, prompt, 9)
 
 
+def test_after_an_error_of_mlx_nothing_is_kept() -> None:
+    decoder, session, prompt = decoder_of("plain"), Session(), [3, 4, 5]
+
+    def breaks(tokens: mx.array, logits: mx.array) -> mx.array:
+        if len(tokens) == 8:
+            assert session._lent
+            cache = session._lent[0].cache[0]
+            cache.keys = cache.keys + mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)[0, 0]
+        return logits
+
+    with pytest.raises(RuntimeError, match="failed"):
+        said(decoder, prompt, 20, session=session, logits_processors=[breaks])
+    assert session.tokens == []
+    again = [response.token for response in said(decoder, prompt, 9, session=session)]
+    assert again == fresh_output(decoder.model, prompt, 9)
+
+
 def test_a_second_generation_at_the_same_time_is_refused() -> None:
     decoder, session = decoder_of("plain"), Session()
     first = decoder.stream([5, 6, 7], 20, session=session)
