@@ -275,6 +275,20 @@ def test_tools_and_templates_of_the_call_count(tokenizer: Any) -> None:
     assert apply_template(tokenizer, [*MESSAGES, *empty]) == "a question"
 
 
+def test_tools_that_the_template_fails_on_change_nothing_for_later_ones(tokenizer: Any) -> None:
+    tokenizer._tokenizer.chat_template = (
+        "{% for tool in tools %}{{ '// ' + tool.function.description }}{% endfor %}" + TEXTS
+    )
+    talk = [{"role": "system", "content": "be brief"}, *MESSAGES]
+    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(PromptError, match="the chat template failed"):
+        apply_template(tokenizer, talk, tools=tools)
+    tools[0]["function"]["description"] = "finds"
+    assert (
+        apply_template(tokenizer, talk, tools=tools) == "// finds<system>be brief<user>a question"
+    )
+
+
 def test_parts_other_than_texts_are_refused_where_the_template_takes_texts(tokenizer: Any) -> None:
     tokenizer._tokenizer.chat_template = TEXTS
     picture = {"type": "image_url", "image_url": {"url": "http://x"}}
