@@ -87,7 +87,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._~-]+|\[[0-9a-f:.]+\])(:[0-9
 def _origin(text: str) -> str:
     """Parse an origin as browsers send it: scheme, host and port, in lower case."""
     origin = text.strip().lower()
-    if not _ORIGIN.fullmatch(origin):
+    if origin != "file://" and not _ORIGIN.fullmatch(origin):  # desktop programs may send it
         raise click.BadParameter(
             f"{text!r} is not an origin: write it as app://obsidian.md or http://localhost:3000, "
             "without a path"

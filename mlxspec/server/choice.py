@@ -134,7 +134,12 @@ class Choice:
 
     @property
     def finish_reason(self) -> str:
-        """Why the choice has ended: "stop", "length" or "tool_calls"."""
+        """Why the choice has ended: "stop", "length" or "tool_calls".
+
+        A call that a stop string has cut must not be run, so it ends with "stop".
+        """
         reason = self.end.finish_reason if self.end else "stop"
+        if self.end and self.end.stop is not None and self._parser and self._parser.in_call:
+            return reason
         calls = any(part.kind == "call" for part in self.parts)
         return "tool_calls" if calls and (reason == "stop" or self.finished) else reason

@@ -133,5 +133,14 @@ class HttpServer(uvicorn.Server):
 
 
 def _is_fault(record: logging.LogRecord) -> bool:
-    """Whether to log a record; the tracebacks of cancelled requests are left out."""
+    """Whether to log one of uvicorn's records.
+
+    The tracebacks of cancelled requests are left out, and two warnings for each request of clients
+    that offer to upgrade to HTTP/2, as Java's do: the requests are answered all the same.
+    """
+    if record.msg and str(record.msg).startswith(_UPGRADES):
+        return False
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
+_UPGRADES = ("Unsupported upgrade request", "No supported WebSocket library")

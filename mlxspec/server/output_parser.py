@@ -143,6 +143,7 @@ class OutputParser:
         self._state = format.initial
         self._read = TextReader()
         self._parts: list[Part] = []
+        self._ids: set[str] = set()  # of the calls
         self._gap = ""  # white space that is dropped if a marker follows
         self._fresh = True  # whether there was only white space since the beginning or a marker
         self._after_marker = format.initial == "reasoning"
@@ -156,6 +157,11 @@ class OutputParser:
         """Of a call whose arguments are not complete: its name, its id and these arguments."""
         self._put_at = 0  # where these arguments end
         self._parsing = self._parse()
+
+    @property
+    def in_call(self) -> bool:
+        """Whether the output is inside a call whose arguments have begun to be sent."""
+        return self._state == "arguments"
 
     @property
     def reasoning(self) -> bool:
@@ -366,8 +372,9 @@ class OutputParser:
             return
         self._gap = self._header = ""
         self._after_marker = False
-        if not call_id:  # Mistral's templates require nine such characters
+        if not call_id or call_id in self._ids:  # Mistral's templates require nine such characters
             call_id = "".join(map(secrets.choice, [string.ascii_letters + string.digits] * 9))
+        self._ids.add(call_id)
         self._parts.append(Part("call", index=self.n_calls, id=call_id, name=name))
         self.n_calls += 1
 

@@ -219,24 +219,26 @@ def written(arguments: Mapping[str, Any]) -> str:
 
 
 Put = Callable[[str], None]
+_NOT_JSONS_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 def json_text(read: TextReader, put: Put) -> Reading[None]:
     """Read a JSON value, and pass it on as it is written.
 
-    Models put two things into JSON that do not belong there: raw line breaks and tabs in strings,
-    which are escaped, and bare words such as dates, which become strings.
+    Models put three things into JSON that do not belong there: raw line breaks and tabs in strings,
+    which are escaped, bare words such as dates, which become strings, and other white space than
+    JSON's, such as an ideographic space, which becomes a space.
     """
     closers: list[str] = []
     expected = "value"
     while True:
-        put((yield from read.space()))
+        put(_NOT_JSONS_SPACE.sub(" ", (yield from read.space())))
         character = yield from read.peek()
         if expected in ("name", "item") and closers and character == closers[-1]:
             put((yield from read.one_of(closers.pop())))
         elif expected in ("name", "next name"):
             yield from _string(read, put)
-            put((yield from read.space()))
+            put(_NOT_JSONS_SPACE.sub(" ", (yield from read.space())))
             put((yield from read.one_of(":")))
             expected = "value"
             continue

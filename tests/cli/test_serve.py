@@ -31,6 +31,7 @@ from mlxspec.cli.serve import (
     _hosts,
     _Loader,
     _locked,
+    _origin,
     _size,
     serve_command,
 )
@@ -153,6 +154,7 @@ def test_what_cannot_be_served_is_a_one_line_error(endless: Path, tmp_path: Path
     for value in ("*", "null", "", "app://", "localhost", "http://a/b", "http://a:b", "a b://c"):
         result = refused("--allow-origin", value)
         assert f"{value!r} is not an origin: write it as app://obsidian.md" in result.stderr
+    assert _origin("File://") == "file://"  # of pages that a desktop program loads from disk
 
 
 def test_an_allowed_host_is_known_in_any_spelling() -> None:

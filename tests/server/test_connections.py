@@ -107,6 +107,15 @@ def test_beyond_the_most_connections_only_health_is_answered(
         assert connect(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n").recv(12) == b"HTTP/1.1 200"
 
 
+def test_an_offer_of_http_2_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    """Java's client sends it with each request."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+    with served_at(patience=10.0) as (_, address), socket.create_connection(address, 10) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n" + offer + b"\r\n")
+        assert client.recv(12) == b"HTTP/1.1 200"
+    assert not caplog.records
+
+
 def test_only_faults_have_a_traceback(caplog: pytest.LogCaptureFixture) -> None:
     HttpServer(answer_long, grace=1.0)
     log = logging.getLogger("uvicorn.error")

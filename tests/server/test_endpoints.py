@@ -624,6 +624,13 @@ def test_a_stop_string_in_a_call_leaves_no_text(caller: Running) -> None:
     assert not said(caller.client(), **fields)
 
 
+def test_a_call_that_a_stop_string_cuts_does_not_ask_to_be_run(caller: Running) -> None:
+    fields = {"model": "caller", "tools": [WEATHER], "tool_choice": "required", "stop": "Par"}
+    (answer,) = chat(caller.client(), **fields).choices
+    assert answer.finish_reason == "stop"
+    assert streamed(caller.client(), **fields)[-1].choices[0].finish_reason == "stop"
+
+
 def test_no_tool_is_called_where_none_may_be(caller: Running) -> None:
     answer = chat(caller.client(), model="caller", tools=[WEATHER], tool_choice="none")
     assert answer.choices[0].message.content == "It is sunny."

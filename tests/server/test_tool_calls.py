@@ -648,6 +648,17 @@ def test_ids_of_the_model_are_kept() -> None:
         parsed = OutputParser(format_of(parser))
         parts = parsed.feed(write(("read", {}))) + parsed.finish()
         assert parts[0].id == expected
+        parsed = OutputParser(format_of(parser))
+        parts = parsed.feed(write(("read", {}), ("read", {}))) + parsed.finish()
+        first, second = (part.id for part in parts if part.kind == "call")
+        assert first == expected
+        assert second != first  # with one id for both, no result could be told from the other
+
+
+def test_white_space_that_json_does_not_have_becomes_spaces() -> None:
+    arguments = {"path": "a\u3000b"}
+    output = hermes(("read", arguments)).replace('"path": ', '\u3000"path"\xa0:\u3000')
+    assert read(format_of("json_tools"), output) == [("call", "read", arguments)]
 
 
 def test_the_schema_decides_what_a_text_is() -> None:
