@@ -87,3 +87,7 @@ class ApiAnswer(ABC):
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The chunk that reports an error after the response has begun."""
         return error.body
+
+    def reports(self, error: ApiError) -> bool:
+        """Whether a stream reports an error that a status could report, since it has not begun."""
+        return False

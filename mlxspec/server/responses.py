@@ -310,11 +310,12 @@ def _from_store(body: dict[str, Any], find: Find) -> dict[str, Any]:
 
 
 def _stored_items(ids: Set[str], find: Find) -> dict[str, dict[str, Any]]:
-    """By id: all items of the stored answers that have any of the given ids."""
-    numbers = {item_id.split("_")[1] for item_id in ids if "_" in item_id}
-    stored = [find(f"resp_{number}") for number in numbers]
-    answers = [response for response, _ in filter(None, stored)]
-    return {item["id"]: item for answer in answers for item in answer["output"]}
+    """By id: the items of stored answers that have any of the given ids."""
+    known: dict[str, dict[str, Any]] = {}
+    for number in {item_id.split("_")[1] for item_id in ids if "_" in item_id}:
+        if stored := find(f"resp_{number}"):  # one at a time: it may be a large conversation
+            known |= {item["id"]: item for item in stored[0]["output"] if item["id"] in ids}
+    return known
 
 
 def _is_reference(item: Any) -> bool:
@@ -481,6 +482,10 @@ class ResponsesAnswer(ApiAnswer):
             "output": self._output("incomplete"),
         }
         return self._lifecycle("failed")
+
+    def reports(self, error: ApiError) -> bool:
+        # As OpenAI does. Codex shortens its conversation then, and gives up after a status.
+        return error.code == "context_length_exceeded"
 
     def _output(self, status: str) -> list[dict[str, Any]]:
         """All items, the last one with the given status."""
