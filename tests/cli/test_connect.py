@@ -129,6 +129,7 @@ def test_claude_code(home: Path, serve: Callable[..., str]) -> None:
             "ANTHROPIC_DEFAULT_SONNET_MODEL": "owner/first-4bit",
             "ANTHROPIC_DEFAULT_HAIKU_MODEL": "owner/first-4bit",
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "65536",
+            "CLAUDE_CODE_AUTO_COMPACT_WINDOW": "65536",
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "8192",
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
         }
