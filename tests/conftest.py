@@ -188,8 +188,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def nightly(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return all but two of each slow test's cases; with ``nightly(keep=n)``, all but n.
 
-    The cases that are kept are spread. Every second one is odd: of the parameters of a product, the
-    last may have two values, and evenly spread cases would all have the first.
+    The cases that are kept are spread. Every second one has an odd index; otherwise, if the first
+    decorator's parameter has two values, all cases would have the first of these.
     """
     slow: dict[object, list[pytest.Item]] = {}
     for item in items:

@@ -85,9 +85,9 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._~-]+|\[[0-9a-f:.]+\])(:[0-9
 
 
 def _origin(text: str) -> str:
-    """Parse an origin as browsers send it: scheme, host and port, in lower case."""
+    """Parse an origin as browsers send it: scheme, host and port, in lower case, or file://."""
     origin = text.strip().lower()
-    if origin != "file://" and not _ORIGIN.fullmatch(origin):  # desktop programs may send it
+    if origin != "file://" and not _ORIGIN.fullmatch(origin):
         raise click.BadParameter(
             f"{text!r} is not an origin: write it as app://obsidian.md or http://localhost:3000, "
             "without a path"
@@ -139,8 +139,8 @@ class ServeOptions:
     )
     allowed_origins: tuple[str, ...] = _address_option(
         "--allow-origin ORIGIN",
-        "Also answer requests from this origin, such as app://obsidian.md, tauri://localhost or "
-        "chrome-extension://ID; repeatable.",
+        "Also answer requests from this origin, such as app://obsidian.md, tauri://localhost, "
+        "chrome-extension://ID or file://; repeatable.",
         multiple=True,
         type=_origin,
     )

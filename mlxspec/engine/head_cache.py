@@ -57,8 +57,8 @@ class HeadCache:
     Args:
         head: the head, attached to its target.
         hidden: the states of the target's forwards.
-        length: the number of positions that the head will never see, such as those of another
-            program's prompt cache.
+        length: the number of positions that the head will never see, such as those that were
+            read from a prompt cache file.
 
     Attributes:
         caches: one per layer of the head.

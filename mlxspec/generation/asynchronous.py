@@ -146,11 +146,12 @@ class SchedulerThread:
         if self.ending:
             return False
         schedulers = [scheduler for scheduler in self.schedulers.values() if scheduler.has_requests]
+        hurried = sum(scheduler.is_active for scheduler in schedulers) > 1
         busy = False
         for scheduler in schedulers:
             scheduler.stall = STALL / len(schedulers)
             try:
-                busy |= scheduler.turn(hurried=len(schedulers) > 1)
+                busy |= scheduler.turn(hurried)
             except Exception as error:  # from the model: all its generations end
                 scheduler.close(error)
         self.deliver()
@@ -185,6 +186,9 @@ _thread = SchedulerThread("mlxspec astream")
 thread separately.
 """
 
+_streams: dict[Request, RequestStream] = {}
+"""The streams of the requests that have not ended; used in the thread only."""
+
 
 async def astream(
     decoder: Decoder, new_request: Callable[..., Request], options: GenerationOptions
@@ -211,25 +215,24 @@ async def astream(
     send = partial(_thread.send, stream, None)
     request: Request | None = None
 
-    def receive(response: GenerationResponse) -> None:
-        if stream.loop.is_closed():  # nobody can read it, or close this generator
-            raise RuntimeError("the generation's event loop is closed")
-        send(response)
-
     def begin() -> None:
         nonlocal request
+        for other, its in [*_streams.items()]:
+            if its.loop.is_closed():  # nobody can read it, or close its generator
+                _thread.schedulers[other.decoder].cancel(other)
         try:
-            request = new_request(options=options, receive=receive)
+            request = new_request(options=options, receive=send)
         except Exception as error:
             send(error)
             return
-        request.at_end = end
+        request.at_end, _streams[request] = end, stream
         if decoder not in _thread.schedulers:
             _thread.schedulers[decoder] = Scheduler(decoder, max_unread=_AHEAD)
         _thread.schedulers[decoder].add(request)
 
     def end() -> None:
         assert request
+        del _streams[request]
         send(request.error)
         if not _thread.schedulers[decoder].has_requests:
             del _thread.schedulers[decoder]  # so that it does not keep the decoder alive

@@ -107,6 +107,11 @@ class Scheduler:
         """Whether any request has not ended."""
         return bool(self._waiting or self._running)
 
+    @property
+    def is_active(self) -> bool:
+        """Whether some request has started and is not paused."""
+        return bool(self._active())
+
     def cancel(self, request: Request, error: Exception | None = None) -> None:
         """End a request before its next step, unless it has already ended."""
         if not request.done:

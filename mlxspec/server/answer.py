@@ -89,5 +89,5 @@ class ApiAnswer(ABC):
         return error.body
 
     def reports(self, error: ApiError) -> bool:
-        """Whether a stream reports an error that a status could report, since it has not begun."""
+        """Whether a streamed request gets this error in a stream, even before anything is sent."""
         return False

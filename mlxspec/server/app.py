@@ -212,8 +212,8 @@ class Endpoints:
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         keep_alive: seconds without data after which a stream sends a keep-alive.
         strict: whether an unknown model name is always an error.
-        on_refusal: called with the path and the error of each request that is refused after its
-            stream has begun.
+        on_refusal: called with the path and the error of each request that is refused in its
+            stream.
     """
 
     catalog: Catalog

@@ -133,13 +133,19 @@ class Choice:
         return end is not None and (end.finish_reason == "length" or end.stop is not None)
 
     @property
+    def cut_in_call(self) -> bool:
+        """Whether a stop string has cut a call whose arguments have begun to be sent."""
+        stopped = self.end is not None and self.end.stop is not None
+        return stopped and self._parser is not None and self._parser.in_call
+
+    @property
     def finish_reason(self) -> str:
         """Why the choice has ended: "stop", "length" or "tool_calls".
 
         A call that a stop string has cut must not be run, so it ends with "stop".
         """
         reason = self.end.finish_reason if self.end else "stop"
-        if self.end and self.end.stop is not None and self._parser and self._parser.in_call:
+        if self.cut_in_call:
             return reason
         calls = any(part.kind == "call" for part in self.parts)
         return "tool_calls" if calls and (reason == "stop" or self.finished) else reason

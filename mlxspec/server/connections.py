@@ -135,8 +135,8 @@ class HttpServer(uvicorn.Server):
 def _is_fault(record: logging.LogRecord) -> bool:
     """Whether to log one of uvicorn's records.
 
-    The tracebacks of cancelled requests are left out, and two warnings for each request of clients
-    that offer to upgrade to HTTP/2, as Java's do: the requests are answered all the same.
+    The tracebacks of cancelled requests are left out, and two warnings for each request that offers
+    to upgrade to HTTP/2, as Java's client does, or to WebSockets: it is answered all the same.
     """
     if record.msg and str(record.msg).startswith(_UPGRADES):
         return False

@@ -450,12 +450,13 @@ class ResponsesAnswer(ApiAnswer):
             if not choice.parts:
                 choice.parts.append(Part("text"))
                 runs = [TextRun(choice.parts[0], 0, begins=True, ends=True)]
-            cut_off = choice.finish_reason == "length"
+            too_long = choice.finish_reason == "length"
+            cut_off = too_long or choice.cut_in_call
             status = "incomplete" if cut_off else "completed"
             self._response |= {
                 "status": status,
                 "completed_at": None if cut_off else int(time.time()),
-                "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
+                "incomplete_details": {"reason": "max_output_tokens"} if too_long else None,
                 "output": self._output(status),
                 "usage": _usage(choice, choice.end),
             }

@@ -377,6 +377,7 @@ def test_show_says_what_is_kept_and_what_it_earned(home: Path):
     (kept,) = kept_answers(home)
     report = json.loads(said("show", "--json"))
     held = report["tokenizers"][0]
+    assert abs(held["newest"] - time.time()) < 60
     days = [datetime.fromtimestamp(held[end]).date() for end in ("oldest", "newest")]
     assert report["on"] is False
     assert (held["texts"], held["tokens"]) == (2, len(first) + len(second))

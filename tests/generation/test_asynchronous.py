@@ -217,16 +217,17 @@ def test_the_end_of_one_is_not_the_end_of_another(decoder: Decoder) -> None:
     assert asyncio.run(main()) == written(decoder, PROMPTS[1], 60)
 
 
-def test_one_ends_with_its_event_loop(decoder: Decoder) -> None:
-    def slow(tokens: mx.array, logits: mx.array) -> mx.array:
-        time.sleep(0.02)
-        return logits
-
-    loop = asyncio.new_event_loop()
-    responses = decoder.astream(REPEAT, 2000, logits_processors=[slow])
+def test_one_whose_event_loop_is_closed_ends_before_the_next_begins(decoder: Decoder) -> None:
+    loop, session = asyncio.new_event_loop(), mlxspec.Session()
+    responses = decoder.astream(REPEAT, 2000, session=session)
     loop.run_until_complete(anext(responses))
+    (left,) = running(decoder)
+    wait_until(lambda: left.state is State.PAUSED)
     loop.close()  # unlike asyncio.run, without closing the generator
-    wait_until(lambda: decoder not in asynchronous._thread.schedulers)
+    next_one = asyncio.run(collected(decoder, REPEAT, session=session))
+    assert next_one == written(decoder, REPEAT)
+    assert left.done
+    assert not asynchronous._streams
 
 
 @pytest.mark.slow

@@ -231,6 +231,13 @@ def test_a_functions_result_is_answered(caller: Running, choice: Any) -> None:
     assert json.loads(events[-1].response.output[0].arguments) == {"city": "Paris"}
 
 
+def test_a_call_that_a_stop_string_cuts_is_not_complete(caller: Running) -> None:
+    fields: Any = {"model": "caller", "tools": [TOOL], "tool_choice": "required"}
+    answer = made(caller.client(), extra_body={"stop": "Par"}, **fields)
+    assert answer.status == "incomplete"
+    assert [item.status for item in answer.output] == ["incomplete"]
+
+
 @pytest.mark.parametrize("choice", ["auto", "required"])
 @pytest.mark.parametrize("max_tokens", range(1, 7))
 def test_a_call_that_is_cut_off_leaves_no_text(
