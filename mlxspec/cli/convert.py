@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ..models.model_files import local_path
+from ..models.model_files import WEIGHTS, local_path
 from .common.model_choice import model_argument
 from .common.notes import say
 from .common.options import NAME, check_one, command, option
@@ -51,15 +51,17 @@ def convert_command(model: str | None, **options: Any) -> None:
       mlxspec convert --head Qwen/Qwen3.5-4B -q --mlx-path qwen-head
 
     A directory with params.json or consolidated.* is read as an original checkpoint of Mistral or
-    Llama, anything else as a Hugging Face checkpoint. "python convert.py" is the same command.
+    Llama, unless it also has a Hugging Face checkpoint, and anything else as the latter.
+    "python convert.py" is the same command.
     """
     from ..convert.conversion import convert
 
     check_one(model=model, torch_path=options["torch_path"], hf_path=options["hf_path"])
     if model is not None:
         directory = local_path(model)
-        is_original = (directory / "params.json").is_file() or any(directory.glob("consolidated*"))
-        options["torch_path" if is_original else "hf_path"] = model
+        original = (directory / "params.json").is_file() or any(directory.glob("consolidated*"))
+        has_both = (directory / "config.json").is_file() and any(directory.glob(WEIGHTS))
+        options["torch_path" if original and not has_both else "hf_path"] = model
     options["quantize"] |= any(options[name] for name in ("q_bits", "q_group_size", "q_mode"))
     options["mlx_path"] = options["mlx_path"] or ("mlx_head" if options["head"] else "mlx_model")
     with ProgressBar("Converting") as bar:

@@ -66,7 +66,7 @@ class Memories(ExitStack):
         """The memory for a tokenizer; None if answers are not kept.
 
         Args:
-            model: the model's name as the user gave it.
+            model: the model's name as the user gave it; if it is empty, the tokenizer's own name.
         """
         from ..corpus.answer_index import AnswerIndex
         from ..corpus.answers import KeptAnswers, identify, memory_directory
@@ -76,8 +76,9 @@ class Memories(ExitStack):
             return None
         identity, max_tokens = identify(tokenizer), self._settings.max_tokens
         if identity.fingerprint not in self._memories:
+            name = absolute_name(model or str(getattr(tokenizer, "name_or_path", "")))
             try:
-                kept = KeptAnswers(memory_directory(), identity, absolute_name(model))
+                kept = KeptAnswers(memory_directory(), identity, name)
             except FileError as error:
                 note(f"{error}; answers are remembered only until this command ends")
                 return None

@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -202,6 +202,7 @@ class PromptAnswers:
                 self._engine.add(self._request(value, names, number))
             except (MlxspecError, TypeError) as error:
                 self._fail(names, number, error)
+                self._write()  # many wrong lines must not pile up
         return self._written < self._begun
 
     def _request(self, value: Any, names: dict[str, Any], number: int) -> Request:
@@ -211,8 +212,8 @@ class PromptAnswers:
         tokens, chat = self.prompt.encoded(source, self.decoder.tokenizer)
         options = {name: line[name] for name in _OPTIONS & line.keys()}
         max_tokens = checked_max_tokens(options.pop("max_tokens", self.generation.max_tokens))
-        request, as_shown = replace(self.generation, max_tokens=max_tokens).request(
-            self.decoder, tokens, chat=chat, **options
+        request, as_shown = self.generation.request(
+            self.decoder, tokens, max_tokens=max_tokens, chat=chat, **options
         )
         result = GenerationResult(logprobs=None if self.logprobs is None else [])
         request.receive = lambda response: result.add(as_shown(response), self.logprobs or 0)

@@ -89,7 +89,7 @@ def convert(
             f"--head: {torch_path} is in Mistral's or Llama's original format, without trained "
             "heads; use --hf-path"
         )
-    target = Path(os.path.abspath(mlx_path))
+    target = Path(os.path.abspath(local_path(mlx_path)))
     _check_target(target, force, local_path(torch_path or hf_path or ""))
     with new_directory(target, replace=force) as directory, TemporaryDirectory(dir=directory) as d:
         about = None
@@ -221,8 +221,8 @@ def _quantization(
 
 
 def _check_target(target: Path, force: bool, source: Path) -> None:
-    needed = (Path.cwd(), source.resolve())
-    holds_one = any(path.is_relative_to(target.resolve()) for path in needed)
+    needed = (Path.cwd(), source.resolve())  # the latter is no path for a repository on the Hub
+    holds_one = any(path.exists() and path.is_relative_to(target.resolve()) for path in needed)
     if target.is_symlink() or target.is_file() or holds_one:
         raise FileError(
             f"{target}: is a link or a file, or contains the checkpoint or the working directory; "

@@ -63,6 +63,12 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
         OSError: the tensors cannot be written.
     """
     params = read_json_object(directory / "params.json")
+    given = {key for key, value in params.items() if value not in (None, False)}
+    if unknown := sorted(given - _KNOWN_PARAMS):  # the model might compute something else
+        raise LoadError(
+            f"{directory}/params.json: the key {printable(unknown[0])} is not one of Llama's or "
+            "Mistral's; use --hf-path with a Hugging Face checkpoint of the model"
+        )
     try:
         shapes = _write_weights(directory, params, scratch)
         config = config_from_params(params, shapes)
@@ -188,11 +194,8 @@ def config_from_params(
 
     Raises:
         KeyError: a setting or a tensor is missing.
-        ValueError: a setting is unknown, so the model might compute something else.
     """
     given = {key: value for key, value in params.items() if value not in (None, False)}
-    if unknown := sorted(given.keys() - _KNOWN_PARAMS):
-        raise ValueError(f"the key {unknown[0]!r} is not one of Llama's or Mistral's")
     kind = "llama" if "multiple_of" in given else "mistral"
     config = {
         "architectures": [f"{kind.title()}ForCausalLM"],

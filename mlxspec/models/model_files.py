@@ -117,7 +117,8 @@ def _similar_directory(path: Path) -> Path | None:
 def absolute_name(name: str) -> str:
     """A model's name in a form that is valid from every directory: existing paths are absolute."""
     path = local_path(name)
-    return os.path.abspath(path) if name != DEMO and os.path.exists(path) else name
+    is_path = name not in ("", DEMO) and os.path.exists(path)
+    return os.path.abspath(path) if is_path else name
 
 
 def given_name(name: str | os.PathLike[str]) -> str:

@@ -30,6 +30,15 @@ def write(path: Path, lines: Sequence[Any]) -> Path:
     return path
 
 
+def test_the_form_is_read_once(endless: Path, prompts: Path) -> None:
+    """So it may come from a pipe, and may change while the lines are answered."""
+    write(prompts, IDS)
+    schema = '{"enum": ["one", "two"]}'
+    asked = ("--model", endless, "--prompts", prompts, "--json-schema", "-", "--max-tokens", 9)
+    found = results(generate(*asked, stdin=schema))
+    assert {one["text"] for one in found} <= {'"one"', '"two"'}
+
+
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     return tmp_path / "prompts.jsonl"

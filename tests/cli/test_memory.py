@@ -328,6 +328,16 @@ def test_off_stops_what_on_began(finite: Path):
     assert keeps()
 
 
+def test_a_model_that_is_not_named_is_not_this_directory(tmp_path: Path):
+    """As in mlxspec run, which learns only the tokenizer."""
+    save_settings(Settings(True, 100))
+    with Memories() as memories:
+        memory = memories.of(FIRST)
+        memory.add([1, 2, 3])
+    (kept,) = kept_answers(memory_directory())
+    assert kept.model == str(getattr(FIRST, "name_or_path", ""))
+
+
 def test_no_more_is_kept_than_set():
     save_settings(Settings(True, 100))
     with Memories() as memories:

@@ -6,6 +6,7 @@ import pty
 import re
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
 from contextlib import suppress
@@ -40,6 +41,30 @@ def test_as_a_subcommand_it_names_the_next_subcommand(tmp_path: Path, checkpoint
     assert result.exit_code == 0, result.stderr
     out = shlex.quote(str(tmp_path / "out"))
     assert f"Next: mlxspec generate --model {out} " in result.stdout
+
+
+def test_a_home_directory_is_expanded(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(checkpoint)
+    result = CliRunner().invoke(main, ["convert", "--torch-path", ".", "--mlx-path=~/out"])
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_directory_with_both_formats_is_read_as_hugging_faces(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As Mistral's repositories are."""
+    both, found = tmp_path / "both", []
+    shutil.copytree(checkpoint, both)
+    monkeypatch.setattr(conversion, "convert", lambda **given: found.append(given) or (1, 1, None))
+    for name in ("config.json", "model.safetensors"):
+        assert CliRunner().invoke(main, ["convert", str(both)]).exit_code == 0
+        (both / name).touch()
+    CliRunner().invoke(main, ["convert", str(both)])
+    assert [bool(given["hf_path"]) for given in found] == [False, False, True]
 
 
 def test_a_head_is_reported_with_its_norms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

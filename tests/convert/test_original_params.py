@@ -1,10 +1,14 @@
 """Names and settings of original checkpoints, checked with mlx-lm's model classes."""
 
+import json
+from pathlib import Path
+
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model, ModelArgs
 
-from mlxspec.convert.original import config_from_params, original_to_mlx_name
+from mlxspec.convert.original import config_from_params, load_original, original_to_mlx_name
+from mlxspec.errors import LoadError
 from tests.support import original
 
 # params.json of Mistral 7B v0.1, and of Llama 2 7B, as published.
@@ -100,12 +104,17 @@ def test_scaled_rope_has_the_factor_of_the_published_models(dim: int, factor: fl
     }
 
 
-def test_an_unknown_setting_is_refused_unless_it_is_off():
-    with pytest.raises(ValueError, match="'logit_scale' is not one of"):
-        config_from_params(MISTRAL | {"logit_scale": 2.0}, MISTRAL_SHAPES)
-    assert config_from_params(
-        MISTRAL | {"vision_encoder": None, "use_biases": False}, MISTRAL_SHAPES
-    )
+def test_an_unknown_setting_is_refused_unless_it_is_off(tmp_path: Path):
+    def refused(params: dict[str, object]) -> str:
+        (tmp_path / "params.json").write_text(json.dumps(MISTRAL | params))
+        with pytest.raises(LoadError) as error:
+            load_original(tmp_path, tmp_path / "scratch")
+        return str(error.value)
+
+    assert "the key logit_scale is not one of" in refused({"logit_scale": 2.0})
+    off = {"vision_encoder": None, "use_biases": False}
+    assert "has no consolidated" in refused(off)
+    assert config_from_params(MISTRAL | off, MISTRAL_SHAPES)
 
 
 def test_open_settings_without_tensors_name_what_is_missing():

@@ -285,6 +285,7 @@ class GenerationSettings:
         decoder: Decoder,
         tokens: Sequence[int],
         *,
+        max_tokens: int | None = None,
         chat: ChatPrompt | None = None,
         **more: Any,
     ) -> tuple[Request, Callable[[GenerationResponse], GenerationResponse]]:
@@ -292,6 +293,7 @@ class GenerationSettings:
 
         Args:
             decoder: made by :meth:`load`.
+            max_tokens: by default the options' own.
             chat: the prompt in the chat template, if the output is an answer in a chat. The
                 required form applies only to the answer's text, after its reasoning.
             more: other arguments of :meth:`mlxspec.Decoder.stream`.
@@ -316,7 +318,8 @@ class GenerationSettings:
                 trims_space=chat.trims_space,
             )
         n_prompt = len(tokens) + cached_length(more.get("prompt_cache") or ())
-        room = room_for(context_length(decoder.model), n_prompt, self.max_tokens)
+        max_tokens = self.max_tokens if max_tokens is None else max_tokens
+        room = room_for(context_length(decoder.model), n_prompt, max_tokens)
         request = decoder.new_request(tokens, room, options)
         return request, without_first_space(chat is not None and chat.trims_space)
 
