@@ -164,9 +164,11 @@ class Decoder:
                 texts that are a single token.
             on_progress: called during the prefill with the number of tokens processed, and the
                 total.
-            kv_bits, kv_group_size, quantized_kv_start, max_kv_size, prefill_step_size: limit the
-                memory of the KV cache and the prefill, as in mlx-lm; see
-                :class:`mlxspec.engine.params.CacheOptions`.
+            kv_bits, kv_group_size, quantized_kv_start: quantise the KV cache to this many bits,
+                with one scale per group of this many values, once it holds this many positions.
+            max_kv_size: the most positions to cache, the first 4 and the latest; models with caches
+                of their own kind ignore it.
+            prefill_step_size: the prompt tokens per forward.
             session: keeps the KV cache for the conversation's next turn. Pass the whole
                 conversation as the prompt: the part that is in the cache does not run again.
             prompt_cache: mlx-lm's caches of the text before the prompt, from its
