@@ -87,7 +87,3 @@ class ApiAnswer(ABC):
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The chunk that reports an error after the response has begun."""
         return error.body
-
-    def reports(self, error: ApiError) -> bool:
-        """Whether a streamed request gets this error in a stream, even before anything is sent."""
-        return False

@@ -53,7 +53,7 @@ from .openai import (
 )
 from .prompts import Prompt, chat_prompt, completion_prompts, text_ids
 from .responses import ResponsesAnswer, ResponsesBody, ResponseStore, parse_responses
-from .sending import FAILED, answered, failed_stream, kept_alive
+from .sending import FAILED, answered, kept_alive
 from .served_model import ServedModel
 from .status import status_routes
 from .worker import ServedRequest
@@ -212,8 +212,8 @@ class Endpoints:
         max_tokens: the default ``max_tokens`` of requests, limited by the context.
         keep_alive: seconds without data after which a stream sends a keep-alive.
         strict: whether an unknown model name is always an error.
-        on_refusal: called with the path and the error of each request that is refused in its
-            stream.
+        on_refusal: called with the path and the error of each request that is refused after its
+            stream has begun.
     """
 
     catalog: Catalog
@@ -397,21 +397,16 @@ class Endpoints:
         answer = make_answer(entry.name)
 
         async def respond() -> Response:
-            try:
-                served = await self.catalog.use(entry, request.state.uses)
-                prompts = await read_prompts(served, body)
-                read = partial(answer.read_with, served.decoder.tokenizer, prompts[0].format)
-                await self._tokenized(served, read)
-                return await self._respond(request, served, body, prompts, answer)
-            except ApiError as error:
-                if not body.stream or not answer.reports(error):
-                    raise
-                on_refusal(error)
-                return failed_stream(answer, error)
+            served = await self.catalog.use(entry, request.state.uses)
+            prompts = await read_prompts(served, body)
+            read = partial(answer.read_with, served.decoder.tokenizer, prompts[0].format)
+            await self._tokenized(served, read)
+            return await self._respond(request, served, body, prompts, answer)
 
-        on_refusal = partial(self.on_refusal, request.url.path)
         if not body.stream or entry.state == "loaded":
             return await respond()
+
+        on_refusal = partial(self.on_refusal, request.url.path)
         return await kept_alive(request, respond(), answer, self.keep_alive, on_refusal)
 
     async def _chat_prompts(self, served: ServedModel, body: ApiBody) -> list[Prompt]:

@@ -484,10 +484,6 @@ class ResponsesAnswer(ApiAnswer):
         }
         return self._lifecycle("failed")
 
-    def reports(self, error: ApiError) -> bool:
-        # As OpenAI does. Codex shortens its conversation then, and gives up after a status.
-        return error.code == "context_length_exceeded"
-
     def _output(self, status: str) -> list[dict[str, Any]]:
         """All items, the last one with the given status."""
         parts = enumerate(self.choices[0].parts)

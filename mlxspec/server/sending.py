@@ -89,15 +89,6 @@ async def kept_alive(
     return StreamingResponse(content(), headers=_stream_headers(answer), media_type=_EVENTS)
 
 
-def failed_stream(answer: ApiAnswer, error: ApiError) -> Response:
-    """A stream that reports an error and ends."""
-
-    async def content() -> AsyncIterator[str]:
-        yield framed(*answer.begin(), answer.failed(error)) + answer.end
-
-    return StreamingResponse(content(), headers=_stream_headers(answer), media_type=_EVENTS)
-
-
 _EVENTS = "text/event-stream"
 
 
