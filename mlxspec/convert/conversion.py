@@ -222,7 +222,8 @@ def _quantization(
 
 def _check_target(target: Path, force: bool, source: Path) -> None:
     needed = (Path.cwd(), source.resolve())  # the latter is no path for a repository on the Hub
-    holds_one = any(path.exists() and path.is_relative_to(target.resolve()) for path in needed)
+    there = filter(os.path.exists, needed)
+    holds_one = any(path.is_relative_to(target.resolve()) for path in there)
     if target.is_symlink() or target.is_file() or holds_one:
         raise FileError(
             f"{target}: is a link or a file, or contains the checkpoint or the working directory; "

@@ -126,8 +126,8 @@ def test_wrong_tensors_are_named_in_one_line(
         ({"n_layers": "two"}, "config.json does not fit"),
         ({"n_heads": 0, "head_dim": 0}, "missing or wrong"),
         ({"n_kv_heads": 3}, "weights do not fit"),
-        ({"moe": {"num_experts": 8}}, "the key 'moe' is not one of"),
-        ({"vision_encoder": {"dim": 1}}, "the key 'vision_encoder' is not one of"),
+        ({"moe": {"num_experts": 8}}, "the key moe is not one of"),
+        ({"vision_encoder": {"dim": 1}}, "the key vision_encoder is not one of"),
     ],
 )
 def test_wrong_settings_are_named_in_one_line(
