@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import os
 import re
 import shlex
@@ -220,6 +221,7 @@ def test_programs_run(page: str, directory: Path, monkeypatch: pytest.MonkeyPatc
             program = compile(lines + block.code, str(ROOT / page), "exec")
             if not block.needs:
                 exec(program, names)
+    logging.getLogger("mlxspec").setLevel(logging.NOTSET)  # a program has set it
 
 
 @pytest.mark.parametrize("block", [b for b in ALL if b.language == "json"], ids=str)
