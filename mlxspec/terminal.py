@@ -79,13 +79,19 @@ class TokenPrinter:
 
     Args:
         color: as for :func:`wants_color`.
+        wraps: whether lines on a terminal break between words. The terminal then also copies these
+            line breaks.
     """
 
-    def __init__(self, color: bool | None = None) -> None:
+    def __init__(self, color: bool | None = None, wraps: bool = False) -> None:
         self._stream = sys.stdout
         self.color = wants_color(self._stream, color)
         self._verbatim = not (self.color or self._stream.isatty())
+        self._wraps = wraps and self._stream.isatty()
         self._last = "\n"
+        self._column = 0  # how many cells of the line are taken
+        self._before = ""  # the last character and what joined it, which the next one may widen
+        self._word: list[tuple[str, bool]] = []  # the characters of the line's last word
 
     def write(self, text: str, from_draft: bool) -> None:
         """Write a token's text; ``from_draft`` says whether it was an accepted draft token."""
@@ -93,9 +99,50 @@ class TokenPrinter:
         if not shown:
             return
         self._last = shown[-1]
-        # Each token resets its colour, so an interrupt never leaves the terminal coloured.
-        self._stream.write(colored(shown, from_draft) if self.color else shown)
+        self._stream.write(
+            self._wrapped(shown, from_draft) if self._wraps else self._painted(shown, from_draft)
+        )
         self._stream.flush()
+
+    def _painted(self, text: str, from_draft: bool) -> str:
+        # Each token resets its colour, so an interrupt never leaves the terminal coloured.
+        return colored(text, from_draft) if self.color else text
+
+    def _wrapped(self, text: str, from_draft: bool) -> str:
+        """What to write so that the text's last word, if it is too long, moves to the next line.
+
+        The word's beginning is on the screen already, so it is erased there. The last column stays
+        free, since a terminal's cursor is ambiguous after it.
+        """
+        from rich.cells import cell_len
+
+        width = columns_of(self._stream) - 1
+        written, run = "", ""
+        for character in text:
+            more = cell_len(self._before + character) - cell_len(self._before)
+            cells = 8 - self._column % 8 if character == "\t" else max(0, more)
+            joins = more == 0 and character not in "\n\t"  # such as a variation selector
+            self._before = self._before + character if joins else character
+            if character == "\n":
+                self._column, self._word = 0, []
+            elif self._column + cells > width > 1:
+                written, run = written + self._painted(run, from_draft), ""
+                taken = cell_len("".join(part for part, _ in self._word))
+                moves = 0 < taken < self._column and not character.isspace()
+                moved = self._word if moves else []
+                if moved:
+                    written += f"\x1b[{taken}D\x1b[K"
+                written += "\n" + "".join(self._painted(*part) for part in moved)
+                self._column, self._word = taken if moved else 0, moved
+                if character.isspace():
+                    continue
+            run += character
+            if character != "\n":
+                self._column += cells
+                # Between wide characters, as in Chinese, a line may break.
+                breaks = character.isspace() or cells > 1 or (not cells and not self._word)
+                self._word = [] if breaks else [*self._word, (character, from_draft)]
+        return written + self._painted(run, from_draft) if run else written
 
     def finish(self) -> None:
         """End the last line with a newline, unless it already ends with one."""

@@ -1,6 +1,9 @@
 import io
+import random
+import re
 
 import pytest
+from rich.cells import cell_len
 
 from mlxspec.terminal import TokenPrinter, colored, one_line, visible, wants_color
 
@@ -116,3 +119,89 @@ def test_the_environment_decides_where_the_user_does_not(
     assert wants_color(Terminal()) is expected
     assert wants_color(Terminal(), True) is True
     assert wants_color(io.StringIO()) is False
+
+
+def screen(output: str) -> list[str]:
+    """Emulate a terminal; return its lines after this output and its escape sequences."""
+    lines, column = [""], 0
+    for sequence, character in re.findall(r"\x1b\[([\d;]*[A-Za-z])|(.)", output, re.DOTALL):
+        if character == "\n":
+            lines.append("")
+            column = 0
+        elif character:
+            lines[-1] = lines[-1][:column] + character
+            column += 1
+        elif sequence[-1] == "D":
+            column -= int(sequence[:-1])
+        elif sequence == "K":
+            lines[-1] = lines[-1][:column]
+    return lines
+
+
+@pytest.mark.parametrize("color", [True, False])
+def test_lines_break_between_words_wherever_tokens_end(
+    monkeypatch: pytest.MonkeyPatch, color: bool
+):
+    monkeypatch.setattr("mlxspec.terminal.columns_of", lambda stream: 21)
+    source = random.Random(1)
+    for _ in range(40):
+        text = "".join(
+            "".join(source.choices("abcdefg.-", k=source.choice((1, 3, 7, 12, 30))))
+            + source.choice((" ", " ", " ", "  ", "\n", "\n    "))
+            for _ in range(12)
+        )
+        shown = []
+        for longest in (1, 4, 40):  # tokens
+            stream, left = Terminal(), text
+            monkeypatch.setattr("sys.stdout", stream)
+            printer = TokenPrinter(color, wraps=True)
+            while left:
+                cut = source.randint(1, longest)
+                printer.write(left[:cut], source.random() < 0.5)
+                left = left[cut:]
+            shown.append(screen(stream.getvalue()))
+        lines = shown[0]
+        assert shown[1:] == [lines, lines]
+        assert max(map(len, lines)) <= 20
+        assert "".join("".join(lines).split()) == "".join(text.split())
+        words = [word for line in lines for word in line.split()]
+        assert all(word in words for word in text.split() if len(word) <= 20)
+        paragraphs = [line.rstrip() for line in text.split("\n") if len(line) <= 20]
+        assert all(line in [one.rstrip() for one in lines] for line in paragraphs)
+
+
+def test_wide_characters_fill_the_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mlxspec.terminal.columns_of", lambda stream: 11)
+    stream = Terminal()
+    monkeypatch.setattr("sys.stdout", stream)
+    TokenPrinter(False, wraps=True).write("日本語日本語日本語", False)
+    assert stream.getvalue() == "日本語日本\n語日本語"
+
+
+@pytest.mark.parametrize("emoji", ["\u2764\ufe0f", "\U0001f937\u200d\u2642\ufe0f"])
+def test_emoji_of_several_characters_are_as_wide_as_they_look(
+    monkeypatch: pytest.MonkeyPatch, emoji: str
+):
+    monkeypatch.setattr("mlxspec.terminal.columns_of", lambda stream: 11)
+    stream = Terminal()
+    monkeypatch.setattr("sys.stdout", stream)
+    printer = TokenPrinter(False, wraps=True)
+    for character in f"{emoji} " * 4 + "words":
+        printer.write(character, False)
+    lines = [""]
+    for cells, character in re.findall(r"\x1b\[(\d+)D\x1b\[K|(.)", stream.getvalue(), re.DOTALL):
+        if character == "\n":
+            lines.append("")
+        lines[-1] += character.strip("\n")
+        kept = cell_len(lines[-1]) - int(cells or 0)
+        while cell_len(lines[-1]) > kept:
+            lines[-1] = lines[-1][:-1]
+    assert all(cell_len(line) <= 10 for line in lines)
+    assert " ".join(lines).split() == [emoji] * 4 + ["words"]
+
+
+def test_without_a_terminal_nothing_is_wrapped(monkeypatch: pytest.MonkeyPatch):
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stdout", stream)
+    TokenPrinter(True, wraps=True).write("word " * 40, False)
+    assert stream.getvalue() == colored("word " * 40, False)

@@ -107,7 +107,9 @@ def chat_command(
             memories.suggest_once()
         else:
             model = RemoteModel(server, generation, template)
-        printer: Callable[[], TokenPrinter | MarkdownPrinter] = partial(TokenPrinter, color)
+        printer: Callable[[], TokenPrinter | MarkdownPrinter] = partial(
+            TokenPrinter, color, wraps=True
+        )
         if markdown and sys.stdout.isatty():
             printer = partial(MarkdownPrinter, output_console(color))
         chat = Chat(model, generation, console, printer, sys.stdin.isatty())
