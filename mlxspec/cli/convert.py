@@ -60,8 +60,8 @@ def convert_command(model: str | None, **options: Any) -> None:
     if model is not None:
         directory = local_path(model)
         original = (directory / "params.json").is_file() or any(directory.glob("consolidated*"))
-        has_both = (directory / "config.json").is_file() and any(directory.glob(WEIGHTS))
-        options["torch_path" if original and not has_both else "hf_path"] = model
+        hugging_face = (directory / "config.json").is_file() and any(directory.glob(WEIGHTS))
+        options["torch_path" if original and not hugging_face else "hf_path"] = model
     options["quantize"] |= any(options[name] for name in ("q_bits", "q_group_size", "q_mode"))
     options["mlx_path"] = options["mlx_path"] or ("mlx_head" if options["head"] else "mlx_model")
     with ProgressBar("Converting") as bar:

@@ -62,9 +62,8 @@ def load_original(directory: Path, scratch: Path) -> tuple[nn.Module, dict[str, 
         LoadError: a file, a setting or a tensor is missing, damaged or unknown.
         OSError: the tensors cannot be written.
     """
-    params = read_json_object(directory / "params.json")
-    given = {key for key, value in params.items() if value not in (None, False)}
-    if unknown := sorted(given - _KNOWN_PARAMS):  # the model might compute something else
+    params = _given(read_json_object(directory / "params.json"))
+    if unknown := sorted(params.keys() - _KNOWN_PARAMS):  # the model might compute something else
         raise LoadError(
             f"{directory}/params.json: the key {printable(unknown[0])} is not one of Llama's or "
             "Mistral's; use --hf-path with a Hugging Face checkpoint of the model"
@@ -195,7 +194,7 @@ def config_from_params(
     Raises:
         KeyError: a setting or a tensor is missing.
     """
-    given = {key: value for key, value in params.items() if value not in (None, False)}
+    given = _given(params)
     kind = "llama" if "multiple_of" in given else "mistral"
     config = {
         "architectures": [f"{kind.title()}ForCausalLM"],
@@ -224,6 +223,11 @@ def config_from_params(
         if key in given:
             config["max_position_embeddings"] = given[key]
     return config
+
+
+def _given(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that are neither null nor off."""
+    return {key: value for key, value in params.items() if value not in (None, False)}
 
 
 def _head_dim(params: Mapping[str, Any]) -> int:

@@ -130,7 +130,7 @@ class LiveCosts:
     def end(self) -> None:
         """Save what a generation has learned, unless the last save of any is recent."""
         costs = self._original
-        costs._context = self._context
+        costs._context = self._context  # whose curve the status page shows
         is_new = self._context >= LONG_CONTEXT > max(self.calibrations)
         costs.wants_long_context |= is_new and not costs.tried_long_context
         if self.file and self._clock() >= costs._next_save:

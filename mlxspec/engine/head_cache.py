@@ -80,13 +80,9 @@ class HeadCache:
     @property
     def arrays(self) -> list[mx.array]:
         """All arrays that the state holds."""
-        unseen = (array for rows in self._unseen for array in (rows.tokens, *rows.states))
+        rows_held = [*self._unseen, self._noted] if self._noted else self._unseen
+        unseen = (array for rows in rows_held for array in (rows.tokens, *rows.states))
         return [*held_arrays(self.caches), *unseen]
-
-    @property
-    def noted(self) -> list[mx.array]:
-        """The arrays of the rows that :meth:`note` has noted and :meth:`keep` has yet to keep."""
-        return [self._noted.tokens, *self._noted.states] if self._noted else []
 
     @property
     def behind(self) -> int:

@@ -24,7 +24,7 @@ from ..drafting.drafter import Drafter, checked_draft
 from ..drafting.lookahead import WINDOW
 from ..drafting.planner import NO_PLAN, Plan, Planner, log_fault, plan_drafts
 from ..drafting.tree import DraftTree
-from .caches import held_arrays, move_rows, parts
+from .caches import move_rows
 from .joint import Joint, JointMode, JointRows, joint_for
 from .sampling import Chooser
 from .target import Capability, Target
@@ -492,8 +492,7 @@ def dispatch(
     # layer's last state or the keys of a sparse layer's index.
     mx.async_eval(
         [forwards[sequence].arrays for sequence in chosen],
-        held_arrays(cache for target, *_ in rows.values() for cache in parts(target.cache)),
-        [target.head.noted for target, *_ in rows.values() if target.head],
+        [target.arrays for target, *_ in rows.values()],
     )
     for sequence in chosen:
         if ahead:
@@ -606,7 +605,7 @@ class Batch:
         :func:`joint_step`.
         """
         together = [s for s in sequences if self._joint and self._joint.takes(s.target)]
-        waits = waits or len(sequences) > max(1, len(together))
+        waits = waits or len(sequences) > max(1, len(together))  # some take turns
         outcomes: dict[Sequence, VerifiedStep | Exception] = {}
         if len(together) > 1:
             steps = self._step_together(together, waits)

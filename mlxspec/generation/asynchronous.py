@@ -217,8 +217,8 @@ async def astream(
 
     def begin() -> None:
         nonlocal request
-        for other, its in [*_streams.items()]:
-            if its.loop.is_closed():  # nobody can read it, or close its generator
+        for other, of_other in [*_streams.items()]:
+            if of_other.loop.is_closed():  # nobody can read it, or close its generator
                 _thread.schedulers[other.decoder].cancel(other)
         try:
             request = new_request(options=options, receive=send)

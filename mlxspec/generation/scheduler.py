@@ -154,7 +154,7 @@ class Scheduler:
             unless a request is added or resumed, or room is made.
         """
         self.start_waiting()
-        took_part = bool(self._active())
+        took_part = self.is_active
         for _ in self.responses_of_turn(hurried):
             pass
         return took_part

@@ -249,7 +249,7 @@ class Session:
         return target_for(loaded, capability, options, marks=MARKS)
 
     def give_back(self, prompt: Sequence[int], context: Sequence[int]) -> None:
-        """Keep the context of an ended generation, as far as it was read; nothing if it is ()."""
+        """Keep an ended generation's context, as far as it was read; nothing if it is empty."""
         if self._lent is None or self._lent[1] is not prompt:
             return
         (target, _), self._lent = self._lent, None

@@ -189,11 +189,11 @@ def _shown_contents(
     otherwise the role's usual one.
     """
     known: dict[Any, Any] = vars(tokenizer).setdefault("_mlxspec_shown_contents", {})
-    # Tools may select another template, or another branch of it. With the caller's own, the result
-    # would depend on them, for all later callers.
-    selecting = {"chat_template": template} if (template := how.get("chat_template")) else {}
-    selecting |= {"tools": [_TOOL]} if how.get("tools") else {}
-    template = template or getattr(tokenizer, "chat_template", None)
+    # Tools may select another template, or another branch of it.
+    selecting = {name: how[name] for name in ("chat_template", "tools") if how.get(name)}
+    if "tools" in selecting:
+        selecting["tools"] = [_TOOL]  # the template may fail on the caller's
+    template = selecting.get("chat_template") or getattr(tokenizer, "chat_template", None)
     key = str(template), "tools" in selecting, role, place
     if key not in known:
         known[key] = {

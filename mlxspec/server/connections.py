@@ -138,9 +138,7 @@ def _is_fault(record: logging.LogRecord) -> bool:
     The tracebacks of cancelled requests are left out, and two warnings for each request that offers
     to upgrade to HTTP/2, as Java's client does, or to WebSockets: it is answered all the same.
     """
-    if record.msg and str(record.msg).startswith(_UPGRADES):
+    upgrades = "Unsupported upgrade request", "No supported WebSocket library"
+    if str(record.msg).startswith(upgrades):
         return False
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
-
-
-_UPGRADES = ("Unsupported upgrade request", "No supported WebSocket library")

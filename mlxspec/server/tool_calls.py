@@ -222,6 +222,10 @@ Put = Callable[[str], None]
 _NOT_JSONS_SPACE = re.compile(r"[^ \t\r\n]")
 
 
+def _space(read: TextReader) -> Reading[str]:
+    return _NOT_JSONS_SPACE.sub(" ", (yield from read.space()))
+
+
 def json_text(read: TextReader, put: Put) -> Reading[None]:
     """Read a JSON value, and pass it on as it is written.
 
@@ -232,13 +236,13 @@ def json_text(read: TextReader, put: Put) -> Reading[None]:
     closers: list[str] = []
     expected = "value"
     while True:
-        put(_NOT_JSONS_SPACE.sub(" ", (yield from read.space())))
+        put((yield from _space(read)))
         character = yield from read.peek()
         if expected in ("name", "item") and closers and character == closers[-1]:
             put((yield from read.one_of(closers.pop())))
         elif expected in ("name", "next name"):
             yield from _string(read, put)
-            put(_NOT_JSONS_SPACE.sub(" ", (yield from read.space())))
+            put((yield from _space(read)))
             put((yield from read.one_of(":")))
             expected = "value"
             continue
